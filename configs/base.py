@@ -1,0 +1,142 @@
+"""Every key that a run has, with its default and its unit.
+
+An experiment is a file beside this one that starts from `get_config()` and
+changes what differs.  The result is locked: an unknown key is an error.
+"""
+
+from ml_collections import ConfigDict
+
+
+def optimizer(learning_rate: float) -> ConfigDict:
+  """AdamW's settings, one set for the actor and one for the critic."""
+  return ConfigDict(
+      dict(
+          learning_rate=learning_rate,  # the largest value
+          warmup_updates=0,  # optimiser updates of linear rise
+          decay='constant',  # constant | linear | cosine, over the stage
+          end_fraction=0.0,  # of learning_rate, where the decay ends
+          b1=0.9,
+          b2=0.99,
+          eps=1e-8,
+          weight_decay=0.0,
+          max_grad_norm=1.0,  # global norm; larger gradients are scaled down
+      )
+  )
+
+
+def kl(estimator: str) -> ConfigDict:
+  """One place where the KL to the reference acts: the reward or the loss."""
+  return ConfigDict(
+      dict(
+          coef=0.0,  # of the KL in nats per token; 0 is off
+          estimator=estimator,  # k1 | k2 | k3 (the loss refuses k1)
+          controller='fixed',  # fixed | adaptive (Ziegler et al. 2019)
+          target=0.1,  # adaptive: nats per token to hold
+          horizon=10_000,  # adaptive: sequences
+      )
+  )
+
+
+def get_config() -> ConfigDict:
+  """The defaults; units are in the comments."""
+  config = ConfigDict()
+  config.name = 'base'
+  config.seed = 0
+  # (name, trainer, overrides): run one after the other, each starting from
+  # the parameters of the last.  Overrides are {'dotted.key': value}.
+  config.stages = (('ppo', 'ppo', {}),)
+
+  # Length of a stage: one of the two.
+  config.steps = 0  # rollout steps (ppo) or mini-batches (sft)
+  config.epochs = 0.0  # passes over the training prompts
+
+  config.model = ConfigDict()
+  config.model.path = ''  # local Hugging Face folder or hub id; '' = scratch
+  config.model.architecture = ConfigDict()  # fields of ModelConfig, if scratch
+  config.model.dtype = 'auto'  # float32 | bfloat16 | auto (by the platform)
+  config.model.remat = False  # recompute each block in the backward pass
+  config.model.head_chunk = 2048  # tokens whose logits exist at one time
+  config.tokenizer = ''  # 'bytes', a folder or hub id; '' = model.path
+
+  config.mesh = ConfigDict()
+  config.mesh.devices = 0  # use the first so many devices; 0 = all
+  config.mesh.data = 1  # replicas of the parameters
+  config.mesh.fsdp = -1  # shards of parameters and optimiser; -1 = the rest
+  config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
+
+  config.data = ConfigDict()
+  config.data.train = ConfigDict(dict(source='', args=ConfigDict()))
+  config.data.validation = ConfigDict(dict(source='', args=ConfigDict()))
+  config.data.prompt_format = '{prompt}'  # text around each prompt
+  config.data.chat = False  # use the tokenizer's chat template
+  config.data.system = ''  # system message of the chat template
+  config.data.max_prompt_tokens = 256  # tokens
+  config.data.overlong = 'error'  # error | drop | truncate_left
+
+  # name -> {rule, weight, args}; the score is the weighted sum.
+  config.rewards = ConfigDict()
+  config.reward_timeout_s = 60.0  # seconds for one call of one rule
+  # Score of a call that ran out of time; NaN drops its sequences.
+  config.reward_on_timeout = 0.0
+
+  config.rollout = ConfigDict()
+  config.rollout.prompts_per_step = 64  # prompts
+  config.rollout.samples_per_prompt = 4  # sequences per prompt
+  config.rollout.max_new_tokens = 64  # tokens
+  config.rollout.temperature = 1.0  # above 0; divides every logit
+  config.rollout.top_k = 0  # tokens, 0 = off
+  config.rollout.top_p = 1.0  # probability mass, 1 = off
+  config.rollout.stop = ()  # strings of one token each that end a response
+  config.rollout.slots = 256  # sequences that decode at the same time
+  config.rollout.share_prefix = True  # compute what all prompts share once
+  config.rollout.dtype = 'auto'  # float32 | bfloat16 | auto
+
+  config.algorithm = ConfigDict()
+  config.algorithm.advantages = 'gae'  # gae | grpo | rloo
+  config.algorithm.gamma = 1.0  # discount per token (gae)
+  config.algorithm.lam = 1.0  # lambda of gae
+  config.algorithm.whiten = True  # advantages over the whole step
+  config.algorithm.bootstrap_truncated = False  # value after a cut sequence
+  config.algorithm.mask_truncated = False  # cut sequences do not train
+  config.algorithm.policy_loss = 'ppo'  # ppo | reinforce
+  config.algorithm.clip_low = 0.2  # ratio down to 1 - clip_low
+  config.algorithm.clip_high = 0.2  # ratio up to 1 + clip_high
+  config.algorithm.dual_clip = 0.0  # bound for A < 0 as a ratio; 0 = off
+  config.algorithm.aggregation = 'token-mean'
+  config.algorithm.entropy_coef = 0.0  # bonus per nat per token
+  config.algorithm.kl_reward = kl('k1')  # penalty in the token rewards
+  config.algorithm.kl_loss = kl('k3')  # term in the policy loss
+
+  config.training = ConfigDict()
+  config.training.sequences_per_minibatch = 256  # sequences per update
+  config.training.epochs_per_step = 1  # passes over the rollout
+  config.training.tokens_per_row = 512  # tokens; rows hold whole sequences
+  config.training.tokens_per_microbatch = 2048  # tokens per data group
+
+  config.actor = ConfigDict()
+  config.actor.optimizer = optimizer(1e-6)
+
+  config.critic = ConfigDict()
+  config.critic.path = ''  # folder or hub id; '' = starts from the actor
+  config.critic.warmup_steps = 0  # steps in which only the critic learns
+  config.critic.clip = 0.2  # values move this far per step; 0 = off
+  config.critic.optimizer = optimizer(1e-5)
+
+  config.evaluation = ConfigDict()
+  config.evaluation.every = 10  # steps; 0 = only at the end
+  config.evaluation.before_train = True
+  config.evaluation.only = False  # evaluate and stop
+  config.evaluation.max_prompts = 0  # prompts; 0 = all of the validation set
+  # `summary.json` and `config.json` name the best value of this metric.
+  config.evaluation.best_metric = ''
+
+  config.checkpoint = ConfigDict()
+  config.checkpoint.every = 0  # steps; 0 = only at the end of a stage
+  config.checkpoint.keep = 2  # newest ones that stay
+  config.export = True  # write a Hugging Face folder at the end
+
+  config.dump_every = 10  # steps between two writes to samples.jsonl
+  config.dump_sequences = 16  # sequences per write
+  config.tensorboard = False  # also write TensorBoard files
+  config.wandb = ''  # project of Weights & Biases; '' = off
+  return config

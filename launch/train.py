@@ -1,0 +1,126 @@
+"""Trains: python launch/train.py --config=configs/NAME.py --workdir=DIR.
+
+  --config=configs/NAME.py[:VARIANT]   the experiment
+  --config.some.key=value              changes one value of it
+  --workdir=DIR                        where everything goes
+  --resume=auto|must|never             auto goes on with the same config, must
+                                       needs a checkpoint, never an empty DIR
+
+Exits with 0 only when the run reached its last step.
+"""
+
+import pathlib
+import sys
+
+# `configs` is not part of the installed package.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from absl import app  # noqa: E402
+from absl import flags  # noqa: E402
+from absl import logging  # noqa: E402
+from ml_collections import config_flags  # noqa: E402
+from ml_collections import ConfigDict  # noqa: E402
+
+from rlhf_jax.models import hf  # noqa: E402
+from rlhf_jax.monitor import report  # noqa: E402
+from rlhf_jax.monitor import writers  # noqa: E402
+from rlhf_jax.trainers import ppo  # noqa: E402
+from rlhf_jax.trainers import run as run_lib  # noqa: E402
+from rlhf_jax.trainers import setup as setup_lib  # noqa: E402
+from rlhf_jax.trainers import sft  # noqa: E402
+
+TRAINERS = {'ppo': ppo.train, 'sft': sft.train}
+
+CONFIG = config_flags.DEFINE_config_file('config', lock_config=True)
+WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run writes.')
+RESUME = flags.DEFINE_enum(
+    'resume', 'auto', run_lib.RESUME, 'What to do with what is in workdir.'
+)
+
+
+def train(
+    config: ConfigDict,
+    workdir: str,
+    resume: str = 'auto',
+    from_flags: frozenset[str] = frozenset(),
+) -> int:
+  """Runs all stages of a config.
+
+  Args:
+    config: from a file in configs/.
+    workdir: folder of the run.
+    resume: 'auto', 'must' or 'never'.
+    from_flags: dotted keys that were set on the command line.
+
+  Returns:
+    The exit code: 0 if the run reached its last step.
+
+  Raises:
+    Refused: the run cannot be done as configured; nothing was compiled.
+  """
+  # ---- Checks: all of them before anything is compiled or written ----------
+  workdir = pathlib.Path(workdir).expanduser().resolve()
+  resolved = writers.plain(config)
+  try:
+    run_lib.check_workdir(workdir, resolved, resume)
+    if run_lib.show_finished(workdir) and not config.evaluation.only:
+      return 0
+    notes = setup_lib.check_overrides(config, from_flags)
+    setups = setup_lib.stages(config, tuple(TRAINERS))
+  except (ValueError, FileNotFoundError, ImportError) as error:
+    raise run_lib.Refused(str(error)) from error
+
+  # ---- The run: one stage after the other ----------------------------------
+  run = run_lib.open_run(
+      workdir,
+      resolved,
+      setups,
+      keep=config.checkpoint.keep,
+      tensorboard=config.tensorboard,
+      wandb=config.wandb,
+  )
+  total = sum(setup.numbers.steps for setup in setups)
+  reason, params = 'error', None
+  try:
+    run_lib.introduce(run, setups, notes)
+    for setup in run_lib.remaining(run, setups):
+      params = TRAINERS[setup.trainer](setup, run, params)
+    if config.evaluation.only:
+      reason = 'evaluated'
+      return 0
+    if config.export:
+      hf.export(
+          workdir / 'export', params, setups[-1].model, setups[-1].tokenizer
+      )
+    reason = 'finished'
+  except KeyboardInterrupt:
+    reason = 'interrupted'
+    raise
+  except Exception as error:
+    reason = f'{type(error).__name__}: {error}'
+    run.writer.event('error', reason, step=run.host.step)
+    raise
+  finally:
+    summary = run.finish(reason, total)
+    report.write(workdir)
+    run_lib.conclude(run, summary)
+  return 0
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+  logging.set_verbosity(logging.WARNING)  # Orbax narrates every save
+  from_flags = config_flags.get_override_values(flags.FLAGS['config'])
+  try:
+    code = train(
+        CONFIG.value, WORKDIR.value, RESUME.value, frozenset(from_flags)
+    )
+  except run_lib.Refused as error:
+    sys.exit(f'error: {error}')
+  sys.exit(code)
+
+
+if __name__ == '__main__':
+  flags.mark_flags_as_required(['config', 'workdir'])
+  app.run(main)

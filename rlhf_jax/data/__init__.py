@@ -1,0 +1,1 @@
+"""Prompts and tokens on the host: tokenizers, sources, packing."""

@@ -1,0 +1,378 @@
+"""The decoder: one pure function over packed rows, one over a cache.
+
+Parameters are a nested dict; the layers are stacked on a leading axis and run
+by `lax.scan`, so compile time does not grow with depth.
+"""
+
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models import attention
+from rlhf_jax.models import config as config_lib
+from rlhf_jax.models import layers
+from rlhf_jax.models import spec as spec_lib
+
+Array = jax.Array
+PyTree = Any
+Spec = spec_lib.Spec
+
+
+def specs(config: config_lib.ModelConfig, head: str = 'policy') -> PyTree:
+  """The weight table of a model with a head of HEADS."""
+  if head not in HEADS:
+    raise ValueError(f'unknown head {head!r}; one of {sorted(HEADS)}.')
+  d, v, std = config.d_model, config.vocab_size, config.init_std
+  ones = dict(init='ones')
+  table = {
+    'embed': Spec(
+      (v, d), ('vocab', 'embed'), 'normal', 'model.embed_tokens.weight', std=std
+    ),
+    'layers': {
+      'attention_norm': _stacked(
+        config, (d,), ('embed',), 'input_layernorm.weight', **ones
+      ),
+      'attention': _attention_specs(config),
+      'mlp_norm': _stacked(
+        config, (d,), ('embed',), 'post_attention_layernorm.weight', **ones
+      ),
+      'mlp': _mlp_specs(config),
+    },
+    'final_norm': Spec((d,), ('embed',), 'ones', 'model.norm.weight'),
+  }
+  return table | HEADS[head](config)
+
+
+def hidden(
+  params: PyTree,
+  config: config_lib.ModelConfig,
+  tokens: Array,
+  positions: Array,
+  segment_ids: Array,
+  *,
+  remat: bool = False,
+  dtype: Any = jnp.float32,
+) -> Array:
+  """Final-normed hidden states of packed rows.
+
+  Args:
+    params: of `specs(config, head)` with any head.
+    config: static.
+    tokens: [R, L] int32.
+    positions: [R, L] int32, in the sequence.
+    segment_ids: [R, L] int32, as in `types.Rows`.
+    remat: recompute each block in the backward pass instead of keeping it.
+    dtype: of the computation; parameters are cast to it layer by layer.
+
+  Returns:
+    [R, L, D] in `dtype`; arbitrary but finite at padding.
+  """
+  chex.assert_rank([tokens, positions, segment_ids], 2)
+  chex.assert_equal_shape([tokens, positions, segment_ids])
+  table = _rope_table(config, positions, dtype)
+  mask = attention.segment_mask(segment_ids)
+
+  def block(x, weights):
+    weights = _cast(weights, dtype)
+    q, k, v = _project(x, weights, config, table)
+    return _finish(x, attention.attend(q, k, v, mask), weights, config)
+
+  body = jax.checkpoint(block) if remat else block
+  x = params['embed'][tokens].astype(dtype)  # R L D
+  x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params['layers'])
+  return layers.rms_norm(x, params['final_norm'].astype(dtype), config.norm_eps)
+
+
+def hidden_cached(
+  params: PyTree,
+  config: config_lib.ModelConfig,
+  tokens: Array,
+  positions: Array,
+  cache_keys: Array,
+  cache_values: Array,
+  slots: Array,
+  mask: Array,
+  *,
+  dtype: Any = jnp.float32,
+) -> tuple[Array, Array, Array]:
+  """Hidden states of new tokens, which attend through a cache.
+
+  Each layer first writes the keys and values of the new tokens, then reads
+  its whole cache, so `mask` decides what a token sees, itself included.
+
+  Args:
+    params: of `specs(config)`, or their `fuse`d form, which is faster here.
+    config: static.
+    tokens: [B, S] int32: a prompt (S long) or one token each (S = 1).
+    positions: [B, S] int32, in the sequence.
+    cache_keys: [G, B, C, H, E].
+    cache_values: [G, B, C, H, E].
+    slots: [B, S] int32: the slot a token is written to; C drops it.
+    mask: [B, S, C] bool: the slots that a token sees.
+    dtype: of the computation; the cache may have another.
+
+  Returns:
+    ([B, S, D] in `dtype`, the caches with the new tokens).
+  """
+  chex.assert_rank([tokens, positions, slots, mask], [2, 2, 2, 3])
+  chex.assert_equal_shape([cache_keys, cache_values])
+  table = _rope_table(config, positions, dtype)
+  rows = jnp.arange(tokens.shape[0])[:, None]  # B 1
+
+  # The cache is in the carry and not among the scanned arrays: those would be
+  # copied as a whole, here XLA updates it in place.
+  def block(carry, weights):
+    x, keys, values, layer = carry
+    weights = _cast(weights, dtype)
+    q, k, v = _project(x, weights, config, table)
+    keys = keys.at[layer, rows, slots].set(k.astype(keys.dtype), mode='drop')
+    values = values.at[layer, rows, slots].set(
+      v.astype(values.dtype), mode='drop'
+    )
+    out = attention.attend(
+      q, keys[layer].astype(dtype), values[layer].astype(dtype), mask
+    )
+    return (_finish(x, out, weights, config), keys, values, layer + 1), None
+
+  x = params['embed'][tokens].astype(dtype)  # B S D
+  carry = x, cache_keys, cache_values, jnp.int32(0)
+  (x, keys, values, _), _ = jax.lax.scan(block, carry, params['layers'])
+  norm = params['final_norm'].astype(dtype)
+  return layers.rms_norm(x, norm, config.norm_eps), keys, values
+
+
+def logits(
+  params: PyTree, config: config_lib.ModelConfig, hidden_states: Array
+) -> Array:
+  """Unscaled logits, [..., D] -> [..., V] in at least float32.
+
+  The weights are cast to the dtype of the hidden states.
+  """
+  return project_to_vocabulary(
+    hidden_states, output_head(params, config, hidden_states.dtype)
+  )
+
+
+def values(params: PyTree, hidden_states: Array) -> Array:
+  """A critic's values, [..., D] -> [...] in at least float32."""
+  wide = jnp.promote_types(hidden_states.dtype, jnp.float32)
+  weight = params['value_head'].astype(wide)  # D 1
+  return jnp.squeeze(hidden_states.astype(wide) @ weight, axis=-1)
+
+
+def output_head(
+  params: PyTree, config: config_lib.ModelConfig, dtype: Any
+) -> tuple[Array, int]:
+  """The output matrix in `dtype` and which of its axes is the model width."""
+  if 'head' in params:
+    return params['head'].astype(dtype), 0
+  if 'value_head' in params or not config.tied_embeddings:
+    raise ValueError(
+      f'these parameters have no output head (keys {sorted(params)}); logits'
+      " need parameters made with head='policy'."
+    )
+  return params['embed'].astype(dtype), 1
+
+
+def project_to_vocabulary(x: Array, head: tuple[Array, int]) -> Array:
+  """[..., D] times the matrix of `output_head` -> [..., V]."""
+  weight, axis = head
+  return jax.lax.dot_general(
+    x,
+    weight,
+    (((x.ndim - 1,), (axis,)), ((), ())),
+    preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+  )
+
+
+def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
+  """The same model for decoding: fewer, larger products per token.
+
+  q, k and v become one matrix, gate and up another, and a tied embedding gets
+  a copy [D, V] as the head.  Computed once per weight update, outside the
+  decode loop.  Only `hidden_cached` and `logits` read it.
+  """
+  block, heads = params['layers'], params['layers']['attention']
+  mlp = block['mlp']
+  flat = lambda *ws: jnp.concatenate(
+    [w.reshape(w.shape[0], w.shape[1], -1) for w in ws], axis=-1
+  ).astype(dtype)
+  biases = lambda *ws: jnp.concatenate(
+    [w.reshape(w.shape[0], -1) for w in ws], axis=-1
+  ).astype(dtype)
+  fused_heads = {'qkv': flat(heads['q'], heads['k'], heads['v'])}
+  fused_mlp = {'gate_up': flat(mlp['gate'], mlp['up'])}
+  if 'q_bias' in heads:
+    fused_heads['qkv_bias'] = biases(
+      heads['q_bias'], heads['k_bias'], heads['v_bias']
+    )
+  if 'gate_bias' in mlp:
+    fused_mlp['gate_up_bias'] = biases(mlp['gate_bias'], mlp['up_bias'])
+  kept = _cast(
+    {
+      'attention': {n: heads[n] for n in ('o', 'o_bias') if n in heads},
+      'mlp': {n: mlp[n] for n in ('down', 'down_bias') if n in mlp},
+      'attention_norm': block['attention_norm'],
+      'mlp_norm': block['mlp_norm'],
+    },
+    dtype,
+  )
+  kept['attention'] |= fused_heads
+  kept['mlp'] |= fused_mlp
+  out = _cast({k: w for k, w in params.items() if k != 'layers'}, dtype)
+  if 'head' not in out and 'value_head' not in out:
+    out['head'] = out['embed'].T
+  return out | {'layers': kept}
+
+
+def _cast(weights: PyTree, dtype: Any) -> PyTree:
+  return jax.tree.map(lambda w: w.astype(dtype), weights)
+
+
+def _rope_table(config, positions, dtype):
+  frequencies, factor = layers.rope_frequencies(
+    config.head_dim, config.rope_theta, config.rope_scaling
+  )
+  return layers.rope_table(positions, frequencies, factor, dtype)
+
+
+def _project(x, weights, config, table):
+  """Queries [.., Q, E], keys and values [.., H, E] of a block's input."""
+  x = layers.rms_norm(x, weights['attention_norm'], config.norm_eps)
+  weights = weights['attention']
+  q_heads, kv_heads = config.num_heads, config.num_kv_heads
+  if 'qkv' in weights:
+    all_heads = layers.dense(x, weights, 'qkv').reshape(
+      *x.shape[:-1], q_heads + 2 * kv_heads, config.head_dim
+    )
+    q, k, v = jnp.split(all_heads, (q_heads, q_heads + kv_heads), axis=-2)
+  else:
+    q, k, v = (layers.dense(x, weights, name) for name in 'qkv')
+  return layers.rope(q, *table), layers.rope(k, *table), v
+
+
+def _finish(x, attended, weights, config):
+  """The rest of a block after attention: [.., D] and [.., Q, E] -> [.., D]."""
+  o = weights['attention']['o']
+  flat = {
+    **weights['attention'],
+    'o': o.reshape(config.num_heads * config.head_dim, config.d_model),
+  }
+  x = x + layers.dense(attended.reshape(*x.shape[:-1], -1), flat, 'o')
+  normed = layers.rms_norm(x, weights['mlp_norm'], config.norm_eps)
+  return x + layers.mlp(normed, weights['mlp'])
+
+
+def _stacked(config, shape, axes, hf_name, **kwargs) -> Spec:
+  return Spec(
+    (config.num_layers, *shape),
+    ('layers', *axes),
+    hf_name=f'model.layers.{{layer}}.{hf_name}',
+    **kwargs,
+  )
+
+
+def _attention_specs(config: config_lib.ModelConfig) -> PyTree:
+  d, e = config.d_model, config.head_dim
+  heads = {
+    'q': (config.num_heads, 'heads'),
+    'k': (config.num_kv_heads, 'kv_heads'),
+    'v': (config.num_kv_heads, 'kv_heads'),
+  }
+  table = {}
+  for name, (number, axis) in heads.items():
+    table[name] = _stacked(
+      config,
+      (d, number, e),
+      ('embed', axis, 'head_dim'),
+      f'self_attn.{name}_proj.weight',
+      init='normal',
+      std=config.init_std,
+      inputs=1,
+    )
+    if config.attention_bias:
+      table[f'{name}_bias'] = _stacked(
+        config,
+        (number, e),
+        (axis, 'head_dim'),
+        f'self_attn.{name}_proj.bias',
+        init='zeros',
+      )
+  table['o'] = _stacked(
+    config,
+    (config.num_heads, e, d),
+    ('heads', 'head_dim', 'embed'),
+    'self_attn.o_proj.weight',
+    init='normal',
+    std=_residual_std(config),
+    inputs=2,
+  )
+  if config.output_bias:
+    table['o_bias'] = _stacked(
+      config, (d,), ('embed',), 'self_attn.o_proj.bias', init='zeros'
+    )
+  return table
+
+
+def _mlp_specs(config: config_lib.ModelConfig) -> PyTree:
+  d, f = config.d_model, config.d_mlp
+  std = config.init_std
+  weights = {
+    'gate': ((d, f), ('embed', 'mlp'), std),
+    'up': ((d, f), ('embed', 'mlp'), std),
+    'down': ((f, d), ('mlp', 'embed'), _residual_std(config)),
+  }
+  table = {}
+  for name, (shape, axes, std) in weights.items():
+    table[name] = _stacked(
+      config,
+      shape,
+      axes,
+      f'mlp.{name}_proj.weight',
+      init='normal',
+      std=std,
+      inputs=1,
+    )
+    if config.mlp_bias:
+      table[f'{name}_bias'] = _stacked(
+        config, shape[1:], axes[1:], f'mlp.{name}_proj.bias', init='zeros'
+      )
+  return table
+
+
+def _residual_std(config: config_lib.ModelConfig) -> float:
+  # 2G projections add to the residual stream: scaled so that its variance at
+  # the start does not grow with depth (GPT-2).
+  return config.init_std / math.sqrt(2 * config.num_layers)
+
+
+def _policy_head(config: config_lib.ModelConfig) -> PyTree:
+  if config.tied_embeddings:
+    return {}
+  shape = config.d_model, config.vocab_size
+  return {
+    'head': Spec(
+      shape,
+      ('embed', 'vocab'),
+      'normal',
+      'lm_head.weight',
+      inputs=1,
+      std=config.init_std,
+    )
+  }
+
+
+def _value_head(config: config_lib.ModelConfig) -> PyTree:
+  # Zeros: the first values are 0, whatever the body says.
+  shape = config.d_model, 1
+  return {
+    'value_head': Spec(
+      shape, ('embed', None), 'zeros', 'score.weight', inputs=1
+    )
+  }
+
+
+HEADS = {'policy': _policy_head, 'value': _value_head}

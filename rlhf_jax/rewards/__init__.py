@@ -1,0 +1,1 @@
+"""Rewards: functions of a response and of the example it answers."""

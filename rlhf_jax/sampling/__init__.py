@@ -1,0 +1,1 @@
+"""Rollout: pick a token, decode with a cache, schedule requests."""

@@ -1,0 +1,1 @@
+"""Training loops and the jitted programs that they call."""

@@ -1,0 +1,158 @@
+"""Actor, critic and reference of a stage: made, or restored."""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+
+from rlhf_jax import checkpoint
+from rlhf_jax import keys
+from rlhf_jax import optim
+from rlhf_jax import types
+from rlhf_jax.models import hf
+from rlhf_jax.models import spec
+from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import setup as setup_lib
+from rlhf_jax.trainers import state as state_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """How a role learns; its state travels apart."""
+
+  specs: types.PyTree
+  optimizer: optax.GradientTransformation
+  learning_rate: Callable[[types.Array], types.Array]
+  max_grad_norm: float
+
+
+def learner(
+    setup: setup_lib.Setup, role: str, total_updates: int
+) -> Learner:
+  """The optimiser of 'actor' or 'critic' and its weight table."""
+  config = setup.config[role].optimizer
+  learning_rate = optim.schedule(
+      config.learning_rate,
+      warmup_updates=config.warmup_updates,
+      decay=config.decay,
+      total_updates=total_updates,
+      end_fraction=config.end_fraction,
+  )
+  optimizer = optim.adamw(
+      learning_rate,
+      b1=config.b1,
+      b2=config.b2,
+      eps=config.eps,
+      weight_decay=config.weight_decay,
+      max_grad_norm=config.max_grad_norm,
+  )
+  specs = state_lib.specs_of(_model_of(setup, role), role)
+  return Learner(specs, optimizer, learning_rate, config.max_grad_norm)
+
+
+def critic_model(setup: setup_lib.Setup):
+  """The critic's architecture: that of `critic.path`, else the actor's."""
+  return _model_of(setup, 'critic')
+
+
+def actor_params(
+    setup: setup_lib.Setup, params: types.PyTree | None
+) -> types.PyTree:
+  """The last stage's parameters, or those of the model folder, or fresh."""
+  if params is not None:
+    return params
+  table = state_lib.specs_of(setup.model, 'actor')
+  if setup.config.model.path:
+    loaded = hf.load(setup.config.model.path, setup.model)
+    return jax.device_put(loaded, rules.params(setup.mesh, table))
+  key = keys.key(setup.config.seed, 'init')
+  return state_lib.init_params(setup.model, 'actor', key, setup.mesh)
+
+
+def critic_params(
+    setup: setup_lib.Setup, actor: types.PyTree
+) -> types.PyTree:
+  """From `critic.path`, else a copy of the actor; the value head is zero."""
+  if not setup.config.critic.path:
+    return state_lib.critic_from_actor(setup.model, actor, setup.mesh)
+  model = critic_model(setup)
+  loaded = hf.load(setup.config.critic.path, model, head='value')
+  table = state_lib.specs_of(model, 'critic')
+  return jax.device_put(loaded, rules.params(setup.mesh, table))
+
+
+def create(
+    setup: setup_lib.Setup, learner_: Learner, params: types.PyTree
+) -> state_lib.TrainState:
+  """A train state around parameters."""
+  return state_lib.create(
+      params, learner_.optimizer, setup.mesh, learner_.specs
+  )
+
+
+def restore(
+    setup: setup_lib.Setup,
+    learners: dict[str, Learner],
+    checkpoints: ocp.CheckpointManager,
+    step: int,
+) -> dict[str, state_lib.TrainState]:
+  """The train states of a checkpoint, by role."""
+  abstract = {
+      role: state_lib.abstract(one.optimizer, setup.mesh, one.specs)
+      for role, one in learners.items()
+  }
+  return checkpoint.restore_arrays(checkpoints, step, abstract)
+
+
+def begin_reference(
+    setup: setup_lib.Setup, workdir, params: types.PyTree, untouched: bool
+) -> tuple[types.PyTree, dict]:
+  """Keeps a copy of the actor, and says how a resumed run finds it again.
+
+  Args:
+    setup: of the stage.
+    workdir: of the run.
+    params: the actor when the stage begins.
+    untouched: the actor is exactly what lies in `model.path`.
+
+  Returns:
+    The reference, and {'path', 'sha256'} or {'saved': True}.
+  """
+  if untouched and setup.config.model.path:
+    folder = hf.folder(setup.config.model.path)
+    where = dict(path=str(folder), sha256=checkpoint.fingerprint(folder))
+  else:
+    checkpoint.save_reference(workdir, setup.name, params)
+    where = dict(saved=True)
+  return jax.tree.map(jnp.copy, params), where
+
+
+def restore_reference(
+    setup: setup_lib.Setup, workdir, where: dict
+) -> types.PyTree:
+  """The reference that `begin_reference` described.
+
+  Raises:
+    ValueError: the model folder is not what it was when the stage began.
+  """
+  table = state_lib.specs_of(setup.model, 'actor')
+  shardings = rules.params(setup.mesh, table)
+  if 'path' in where:
+    found = checkpoint.fingerprint(where['path'])
+    if found != where['sha256']:
+      raise ValueError(
+          f'the reference of stage {setup.name!r} was {where["path"]} with hash'
+          f' {where["sha256"][:12]}, now it has {found[:12]}: put the original'
+          ' model back to resume'
+      )
+    return jax.device_put(hf.load(where['path'], setup.model), shardings)
+  abstract = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)
+  return checkpoint.restore_reference(workdir, setup.name, abstract)
+
+
+def _model_of(setup, role):
+  path = setup.config.critic.path
+  return hf.load_config(path) if role == 'critic' and path else setup.model

@@ -1,0 +1,362 @@
+"""A run's workdir: whether it may start, what it leaves, where it goes on."""
+
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rlhf_jax import checkpoint
+from rlhf_jax import types
+from rlhf_jax.monitor import console as console_lib
+from rlhf_jax.monitor import writers
+from rlhf_jax.trainers import setup as setup_lib
+from rlhf_jax.trainers import state as state_lib
+
+RESUME = ('auto', 'must', 'never')
+# A resumed run may change these: they touch no number of the training.
+HARMLESS = (
+    'checkpoint.', 'dump_every', 'dump_sequences', 'evaluation.', 'export',
+    'tensorboard', 'wandb',
+)  # fmt: skip
+
+
+class Refused(ValueError):
+  """A run that cannot be done as configured; the message says what to do."""
+
+
+@dataclasses.dataclass
+class Run:
+  """What the trainer loops share: files, progress and host state."""
+
+  workdir: pathlib.Path
+  config: dict[str, Any]
+  writer: writers.RunWriter
+  console: console_lib.Console
+  checkpoints: ocp.CheckpointManager
+  host: state_lib.HostState
+  restored_step: int | None  # checkpoint that the run goes on from
+  started: float  # time.time() less what earlier processes worked
+
+  def restored_in(self, stage: str) -> int | None:
+    """The checkpoint to restore in this stage, None to begin it anew."""
+    return self.restored_step if self.host.stage == stage else None
+
+  def begin_stage(self, setup: setup_lib.Setup) -> None:
+    """Resets what belongs to one stage."""
+    host = self.host
+    host.stage, host.cursor, host.policy_version = setup.name, 0, 0
+    host.reference = {}
+    host.tokens_per_microbatch = setup.config.training.tokens_per_microbatch
+    host.kl_reward = setup_lib.controller(setup.config.algorithm.kl_reward)
+    host.kl_loss = setup_lib.controller(setup.config.algorithm.kl_loss)
+
+  def save(self, arrays: types.PyTree) -> None:
+    """Writes a checkpoint of arrays and host state under the current step."""
+    began = time.time()
+    self.host.wall_time_s = began - self.started
+    checkpoint.save(
+        self.checkpoints, self.host.step, arrays, self.host.to_json()
+    )
+    self.writer.event(
+        'checkpoint',
+        f'saved step {self.host.step}',
+        stage=self.host.stage,
+        step=self.host.step,
+        seconds=time.time() - began,
+    )
+
+  def log(self, values: dict[str, float]) -> None:
+    """Writes the metrics of the current step and shows them."""
+    host = self.host
+    self.writer.metrics(host.stage, host.step, values)
+    self.console.step(host.step, values)
+    host.last |= values
+
+  def log_evaluation(self, values: dict[str, float], best_metric: str) -> None:
+    """Remembers the best evaluation, see `evaluation.best_metric`."""
+    host = self.host
+    host.last |= values
+    value = values.get(best_metric)
+    if value is not None and value > host.best.get('value', -np.inf):
+      host.best = dict(name=best_metric, value=value, step=host.step)
+
+  def log_before(self, values: dict[str, float]) -> None:
+    """Writes an evaluation that belongs to no new step."""
+    self.writer.metrics(self.host.stage, self.host.step, values)
+    self.console.evaluated(values)
+
+  def due(self, every: int, setup: setup_lib.Setup) -> bool:
+    """True every so many steps, and at the end of the stage; 0: only then."""
+    done = self.host.step - setup.first_step
+    at_end = done == setup.numbers.steps
+    return at_end or (every > 0 and done % every == 0)
+
+  def add_step(
+      self, scores: np.ndarray, rejected: np.ndarray, tokens: int
+  ) -> None:
+    """Adds a step's scores, rejected sequences and tokens to the totals."""
+    add_scores(self.host, scores)
+    self.host.dropped_sequences += int(rejected.sum())
+    self.host.tokens += int(tokens)
+
+  def count_skipped(self, values: dict[str, float]) -> None:
+    """Notes updates whose gradient was not finite."""
+    for role in ('actor', 'critic'):
+      count = int(values.get(f'{role}/skipped_updates', 0))
+      if count:
+        self.host.skipped_updates += count
+        self.writer.event(
+            'skipped_update',
+            f'{count} {role} updates had a gradient that is not finite and'
+            ' were skipped',
+            stage=self.host.stage,
+            step=self.host.step,
+            count=count,
+        )
+
+  def events(self, events: list[dict[str, Any]]) -> None:
+    """Writes events of rewards and the like, with stage and step."""
+    for event in events:
+      self.writer.event(
+          **event, stage=self.host.stage, step=self.host.step
+      )
+
+  def finish(self, reason: str, total_steps: int) -> dict[str, Any]:
+    """Writes `summary.json`."""
+    host = self.host
+    summary = dict(
+        exit_reason=reason,
+        step=host.step,
+        steps=total_steps,
+        stage=host.stage,
+        wall_time_s=time.time() - self.started,
+        tokens=host.tokens,
+        best=host.best,
+        last=host.last,
+        score=_moments(host.scores),
+        skipped_updates=host.skipped_updates,
+        dropped_sequences=host.dropped_sequences,
+        devices=f'{jax.device_count()} x {jax.devices()[0].device_kind}',
+        jax=jax.__version__,
+    )
+    self.writer.summary(summary)
+    return summary
+
+
+def add_scores(host: state_lib.HostState, scores: np.ndarray) -> None:
+  """Adds the finite scores of a step to the running statistics (Chan 1979)."""
+  scores = np.asarray(scores, np.float64)
+  scores = scores[np.isfinite(scores)]
+  if not len(scores):
+    return
+  old = host.scores
+  count = old['count'] + len(scores)
+  delta = scores.mean() - old['mean']
+  host.scores = dict(
+      count=count,
+      mean=old['mean'] + delta * len(scores) / count,
+      m2=old['m2']
+      + float(((scores - scores.mean()) ** 2).sum())
+      + delta**2 * old['count'] * len(scores) / count,
+  )
+
+
+def _moments(scores: dict[str, float]) -> dict[str, float]:
+  count = scores['count']
+  std = (scores['m2'] / (count - 1)) ** 0.5 if count > 1 else 0.0
+  return dict(count=count, mean=scores['mean'], std=std)
+
+
+def show_finished(workdir: pathlib.Path) -> bool:
+  """Whether the run in `workdir` reached its last step; prints its summary."""
+  path = workdir / writers.SUMMARY
+  if not path.exists():
+    return False
+  summary = json.loads(path.read_text())
+  if summary['exit_reason'] != 'finished':
+    return False
+  print(f'{workdir} holds the finished run of this config:')
+  with console_lib.Console(0, []) as console:
+    console.finish(_short(summary))
+  return True
+
+
+def introduce(
+    run: Run, setups: list[setup_lib.Setup], notes: list[str]
+) -> None:
+  """Prints the resolved config and the derived numbers of every stage."""
+  for key, value in _flat(run.config).items():
+    run.console.note(f'{key:<44}{value}')
+  for line in notes:
+    run.console.note(line)
+    run.writer.event('config', line)
+  for setup in setups:
+    for line in setup_lib.describe(setup):
+      run.console.note(line)
+  if run.restored_step is not None:
+    run.console.note(f'resumes after step {run.restored_step}')
+
+
+def remaining(run: Run, setups: list[setup_lib.Setup]) -> list[setup_lib.Setup]:
+  """The stages from the one that a checkpoint was made in."""
+  names = [setup.name for setup in setups]
+  if run.restored_step is None:
+    # Only the last stage's policy is of interest where nothing is trained.
+    only = setups[-1].config.evaluation.only
+    return setups[-1:] if only else setups
+  return setups[names.index(run.host.stage) :]
+
+
+def conclude(run: Run, summary: dict[str, Any]) -> None:
+  """Ends the display with what a person wants to know next."""
+  workdir = run.workdir
+  commands = [f'python launch/report.py --workdir={workdir}']
+  if summary['exit_reason'] == 'finished':
+    commands = [
+        f'open {workdir / "report.html"}',
+        f'tail -n 3 {workdir / "samples.jsonl"}',
+        'python launch/train.py --config=configs/ppo_smollm2_arithmetic.py'
+        ' --config.model.path=MODEL_FOLDER --workdir=runs/smollm2',
+    ]
+  run.console.finish(_short(summary), commands)
+  run.writer.close()
+
+
+def _short(summary: dict[str, Any]) -> dict[str, Any]:
+  """The lines of a summary that fit a terminal."""
+  short = {
+      key: summary[key]
+      for key in ('exit_reason', 'step', 'steps', 'wall_time_s', 'tokens')
+  }
+  best = summary['best']
+  if best:
+    short[f'best {best["name"]} (step {best["step"]})'] = best['value']
+  last = summary['last']
+  names = [name for name in last if name.startswith('val/')]
+  for name in (*names, 'critic/score/mean', 'kl/reference'):
+    if name in last:
+      short[f'last {name}'] = last[name]
+  return short
+
+
+def check_workdir(
+    workdir: pathlib.Path, config: dict[str, Any], resume: str
+) -> None:
+  """Refuses a workdir that holds something else.
+
+  Raises:
+    ValueError: see DESIGN of `--resume` in the README.
+  """
+  if resume not in RESUME:
+    raise ValueError(f'--resume={resume} is not one of {list(RESUME)}')
+  if workdir.exists() and not workdir.is_dir():
+    raise ValueError(f'--workdir={workdir} is a file, expected a folder')
+  content = sorted(p.name for p in workdir.iterdir()) if workdir.exists() else []
+  if resume == 'never' and content:
+    raise ValueError(
+        f'--resume=never, but {workdir} is not empty: {content[:5]}; name'
+        ' another workdir or use --resume=auto'
+    )
+  if resume == 'must' and not _has_checkpoint(workdir):
+    raise ValueError(
+        f'--resume=must, but {workdir} holds no checkpoint; use --resume=auto'
+        ' to start'
+    )
+  if not content:
+    return
+  path = workdir / writers.CONFIG
+  if not path.exists():
+    raise ValueError(
+        f'{workdir} is not empty and not the workdir of a run (no'
+        f' {writers.CONFIG}): {content[:5]}; name another workdir'
+    )
+  lines = difference(json.loads(path.read_text()), config)
+  if lines:
+    raise ValueError(
+        f'{workdir} holds another run; its config differs:\n  '
+        + '\n  '.join(lines)
+        + '\nname another workdir, or run with the old config to resume'
+    )
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+  """`key: old -> new` of every value that differs and is not harmless."""
+  old, new = _flat(old), _flat(new)
+  return [
+      f'{key}: {old.get(key, "(absent)")} -> {new.get(key, "(absent)")}'
+      for key in sorted(old.keys() | new.keys())
+      if not key.startswith(HARMLESS)
+      and old.get(key, '(absent)') != new.get(key, '(absent)')
+  ]
+
+
+def _flat(values: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+  flat = {}
+  for key, value in values.items():
+    if isinstance(value, dict):
+      flat |= _flat(value, f'{prefix}{key}.')
+    else:
+      flat[prefix + key] = value
+  return flat
+
+
+def _has_checkpoint(workdir: pathlib.Path) -> bool:
+  folder = workdir / 'checkpoints'
+  return folder.exists() and any(p.name.isdigit() for p in folder.iterdir())
+
+
+def open_run(
+    workdir: pathlib.Path,
+    config: dict[str, Any],
+    setups: list[setup_lib.Setup],
+    *,
+    keep: int,
+    tensorboard: bool,
+    wandb: str,
+) -> Run:
+  """Opens files and checkpoints; goes on from the newest checkpoint.
+
+  Args:
+    workdir: checked by `check_workdir`.
+    config: resolved, JSON-able.
+    setups: all stages.
+    keep: checkpoints that stay.
+    tensorboard: also write TensorBoard files.
+    wandb: project, '' is off.
+  """
+  writer = writers.RunWriter(
+      workdir,
+      primary=jax.process_index() == 0,
+      tensorboard=tensorboard,
+      wandb=dict(project=wandb, name=workdir.name) if wandb else None,
+  )
+  again = (workdir / writers.CONFIG).exists()
+  writer.config(config)
+  checkpoints = checkpoint.manager(workdir, keep=keep)
+  step = checkpoints.latest_step()
+  host = state_lib.HostState(seed=config['seed'])
+  if step is not None:
+    host = state_lib.HostState.from_json(
+        checkpoint.restore_host(checkpoints, step)
+    )
+    writer.event(
+        'resume', f'goes on after step {step}', stage=host.stage, step=step
+    )
+  elif again:
+    writer.event('restart', 'no checkpoint yet: starts from the beginning')
+  total = sum(setup.numbers.steps for setup in setups)
+  return Run(
+      workdir=workdir,
+      config=config,
+      writer=writer,
+      console=console_lib.Console(total, [setup.name for setup in setups]),
+      checkpoints=checkpoints,
+      host=host,
+      restored_step=step,
+      started=time.time() - host.wall_time_s,
+  )

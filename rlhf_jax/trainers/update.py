@@ -1,0 +1,272 @@
+"""Losses of whole roles, and the two programs that apply them.
+
+A mini-batch is one update.  It is cut into micro-batches of one shape:
+
+  grads = 0;  for each micro-batch: grads = accumulate(params, grads, batch)
+  state = apply(state, grads)
+
+Every loss is `sum(loss * weights)` with weights made from the whole mini-batch,
+so the gradient does not depend on how it was cut.
+"""
+
+from collections.abc import Callable, Iterable
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlhf_jax import masked
+from rlhf_jax import metrics
+from rlhf_jax import tree
+from rlhf_jax import types
+from rlhf_jax.algorithms import aggregation
+from rlhf_jax.algorithms import kl
+from rlhf_jax.algorithms import value_losses
+from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import state as state_lib
+
+
+def actor_loss(
+    params: types.PyTree,
+    batch: types.TokenBatch,
+    coefs: dict[str, types.Array],
+    *,
+    score: Callable[..., types.Scores],
+    policy_loss: Callable[..., tuple[types.Array, metrics.Metrics]],
+    kl_estimator: Callable[..., types.Array],
+    on_policy: bool,
+    with_reference: bool,
+) -> tuple[types.Array, metrics.Metrics]:
+  """`sum w (L_policy - c_H H + c_KL KL)`.
+
+  Args:
+    params: of the actor.
+    batch: token layout.
+    coefs: 'entropy' and 'kl', float32 scalars.
+    score: `heads.score` with its keywords bound.
+    policy_loss: see `policy_losses`.
+    kl_estimator: see `kl`.
+    on_policy: the step makes this one update, so the old log-probs are the new
+      ones without their gradient; `batch.old_logprobs` holds the sampler's, to
+      measure the gap.
+    with_reference: whether `batch.reference_logprobs` holds anything.
+
+  Returns:
+    The loss and its statistics.
+  """
+  rows = batch.rows
+  mask = rows.mask
+  scores = score(params, rows=rows, entropy=True)
+  old = scores.logprobs if on_policy else batch.old_logprobs
+  losses, statistics = policy_loss(
+      scores.logprobs,
+      jax.lax.stop_gradient(old),
+      batch.advantages,
+      mask,
+      segment_ids=rows.segment_ids,
+  )
+  if on_policy:
+    statistics |= sampler_gap(scores.logprobs, batch.old_logprobs, mask)
+  policy = aggregation.total(losses, batch.weights, mask)
+  entropy = aggregation.total(scores.entropy, batch.weights, mask)
+  loss = policy - coefs['entropy'] * entropy
+  statistics |= {
+      'actor/pg_loss': metrics.sum(policy),
+      'actor/entropy': metrics.mean(scores.entropy, mask),
+  }
+  if with_reference:
+    reference = batch.reference_logprobs
+    divergence = kl_estimator(scores.logprobs, reference, mask=mask)
+    penalty = aggregation.total(divergence, batch.weights, mask)
+    loss += coefs['kl'] * penalty
+    statistics |= {
+        'actor/kl_loss': metrics.sum(penalty),
+        'kl/reference': metrics.mean(
+            kl.k3(scores.logprobs, reference, mask=mask), mask
+        ),
+        'kl/beyond_bound': kl.beyond_bound(scores.logprobs, reference, mask),
+    }
+  return loss, statistics | {'actor/loss': metrics.sum(loss)}
+
+
+def sampler_gap(
+    logprobs: types.Array, sampler_logprobs: types.Array, mask: types.Array
+) -> metrics.Metrics:
+  """How far the sampler's probabilities are from the trainer's."""
+  probability = lambda x: jnp.exp(masked.fill(x, mask))
+  gap = jnp.abs(probability(logprobs) - probability(sampler_logprobs))
+  return {
+      'training/rollout_probs_diff_mean': metrics.mean(gap, mask),
+      'training/rollout_probs_diff_max': metrics.max(gap, mask),
+  }
+
+
+def critic_loss(
+    params: types.PyTree,
+    batch: types.TokenBatch,
+    coefs: dict[str, types.Array],
+    *,
+    score: Callable[..., types.Scores],
+    clip: float | None,
+) -> tuple[types.Array, metrics.Metrics]:
+  """`sum w L_value`, see `value_losses.clipped`."""
+  del coefs
+  mask = batch.rows.mask
+  values = score(params, rows=batch.rows).values
+  losses, statistics = value_losses.clipped(
+      values, batch.old_values, batch.returns, mask, clip=clip
+  )
+  loss = aggregation.total(losses, batch.weights, mask)
+  return loss, statistics | {'critic/vf_loss': metrics.sum(loss)}
+
+
+def supervised_loss(
+    params: types.PyTree,
+    batch: types.TokenBatch,
+    coefs: dict[str, types.Array],
+    *,
+    score: Callable[..., types.Scores],
+) -> tuple[types.Array, metrics.Metrics]:
+  """`-sum w log pi`: cross-entropy of the response tokens, nats."""
+  del coefs
+  mask = batch.rows.mask
+  logprobs = score(params, rows=batch.rows).logprobs
+  loss = -aggregation.total(logprobs, batch.weights, mask)
+  return loss, {
+      'sft/loss': metrics.sum(loss),
+      'sft/token_nll': metrics.mean(-logprobs, mask),
+  }
+
+
+def accumulate_program(loss: Callable[..., tuple], param_shardings) -> Callable:
+  """`accumulate(params, grads, batch, coefs) -> grads, statistics`, jitted.
+
+  Args:
+    loss: `loss(params, batch, coefs) -> loss, statistics`.
+    param_shardings: of the parameters; gradients have the same.
+  """
+
+  def accumulate(params, grads, batch, coefs):
+    (_, statistics), new = jax.value_and_grad(loss, has_aux=True)(
+        params, batch, coefs
+    )
+    return tree.add(grads, new), statistics
+
+  return jax.jit(
+      accumulate, donate_argnums=1, out_shardings=(param_shardings, None)
+  )
+
+
+def apply_program(
+    optimizer: optax.GradientTransformation,
+    learning_rate: Callable[[types.Array], types.Array],
+    state_shardings: state_lib.TrainState,
+    max_grad_norm: float,
+) -> Callable:
+  """`apply(state, grads) -> state, statistics`, jitted.
+
+  An update whose gradient is not finite leaves parameters and optimiser as
+  they are and is counted.
+
+  Args:
+    optimizer: see `optim.adamw`.
+    learning_rate: its schedule, for the statistics.
+    state_shardings: of the train state.
+    max_grad_norm: what the optimiser clips to, for the statistics.
+  """
+
+  def apply(state, grads):
+    norm = tree.global_norm(grads)
+    finite = jnp.isfinite(norm)
+
+    def step(state):
+      updates, opt_state = optimizer.update(
+          grads, state.opt_state, state.params
+      )
+      params = optax.apply_updates(state.params, updates)
+      return state.replace(
+          params=params, opt_state=opt_state, updates=state.updates + 1
+      )
+
+    def skip(state):
+      return state.replace(skipped=state.skipped + 1)
+
+    new = jax.lax.cond(finite, step, skip, state)
+    statistics = {
+        'grad_norm': metrics.mean(norm, finite),
+        'grad_norm_clipped': metrics.mean(
+            jnp.minimum(norm, max_grad_norm), finite
+        ),
+        'lr': metrics.mean(learning_rate(state.updates)),
+        'skipped': metrics.sum(~finite),
+    }
+    return new, statistics
+
+  return jax.jit(
+      apply, donate_argnums=(0, 1), out_shardings=(state_shardings, None)
+  )
+
+
+def zeros_program(param_shardings) -> Callable:
+  """`zeros(params)`: a gradient of zeros in the shards of the parameters."""
+  return jax.jit(tree.zeros_like, out_shardings=param_shardings)
+
+
+def update(
+    state: state_lib.TrainState,
+    batches: Iterable[types.TokenBatch],
+    coefs: dict[str, float],
+    *,
+    programs: dict[str, Callable],
+    prefix: str,
+) -> tuple[state_lib.TrainState, metrics.Metrics]:
+  """One mini-batch: all its micro-batches, then one optimiser step.
+
+  Args:
+    state: is donated.
+    batches: micro-batches of one shape, on the mesh.
+    coefs: numbers of the loss that may change from step to step.
+    programs: 'zeros', 'accumulate' and 'apply'.
+    prefix: 'actor' or 'critic', for the optimiser's statistics.
+  """
+  coefs = {name: np.float32(value) for name, value in coefs.items()}
+  grads = programs['zeros'](state.params)
+  statistics = {}
+  for batch in batches:
+    grads, new = programs['accumulate'](state.params, grads, batch, coefs)
+    statistics = metrics.merge(statistics, new)
+  state, new = programs['apply'](state, grads)
+  new = {f'{prefix}/{name}': value for name, value in new.items()}
+  skipped = new.pop(f'{prefix}/skipped')
+  statistics = metrics.close_sums(metrics.merge(statistics, new))
+  # Stays a sum over the mini-batches of a step.
+  return state, statistics | {f'{prefix}/skipped_updates': skipped}
+
+
+def programs(
+    loss: Callable[..., tuple],
+    optimizer: optax.GradientTransformation,
+    learning_rate: Callable[[types.Array], types.Array],
+    *,
+    params: types.PyTree,
+    specs: types.PyTree,
+    mesh: jax.sharding.Mesh,
+    max_grad_norm: float,
+) -> dict[str, Callable]:
+  """The three programs of one role, by name."""
+  of_params = rules.params(mesh, specs)
+  of_state = state_lib.shardings(params, optimizer, mesh, specs)
+  return {
+      'zeros': zeros_program(of_params),
+      'accumulate': accumulate_program(loss, of_params),
+      'apply': apply_program(
+          optimizer, learning_rate, of_state, max_grad_norm
+      ),
+  }
+
+
+def score_program(score: Callable[..., types.Scores]) -> Callable:
+  """`score(params, rows) -> Scores`, jitted; entropy is not computed."""
+  return jax.jit(functools.partial(score, entropy=False))
