@@ -10,30 +10,30 @@ from ml_collections import ConfigDict
 def optimizer(learning_rate: float) -> ConfigDict:
   """AdamW's settings, one set for the actor and one for the critic."""
   return ConfigDict(
-      dict(
-          learning_rate=learning_rate,  # the largest value
-          warmup_updates=0,  # optimiser updates of linear rise
-          decay='constant',  # constant | linear | cosine, over the stage
-          end_fraction=0.0,  # of learning_rate, where the decay ends
-          b1=0.9,
-          b2=0.99,
-          eps=1e-8,
-          weight_decay=0.0,
-          max_grad_norm=1.0,  # global norm; larger gradients are scaled down
-      )
+    dict(
+      learning_rate=learning_rate,  # the largest value
+      warmup_updates=0,  # optimiser updates of linear rise
+      decay='constant',  # constant | linear | cosine, over the stage
+      end_fraction=0.0,  # of learning_rate, where the decay ends
+      b1=0.9,
+      b2=0.99,
+      eps=1e-8,
+      weight_decay=0.0,
+      max_grad_norm=1.0,  # global norm; larger gradients are scaled down
+    )
   )
 
 
 def kl(estimator: str) -> ConfigDict:
   """One place where the KL to the reference acts: the reward or the loss."""
   return ConfigDict(
-      dict(
-          coef=0.0,  # of the KL in nats per token; 0 is off
-          estimator=estimator,  # k1 | k2 | k3 (the loss refuses k1)
-          controller='fixed',  # fixed | adaptive (Ziegler et al. 2019)
-          target=0.1,  # adaptive: nats per token to hold
-          horizon=10_000,  # adaptive: sequences
-      )
+    dict(
+      coef=0.0,  # of the KL in nats per token; 0 is off
+      estimator=estimator,  # k1 | k2 | k3 (the loss refuses k1)
+      controller='fixed',  # fixed | adaptive (Ziegler et al. 2019)
+      target=0.1,  # adaptive: nats per token to hold
+      horizon=10_000,  # adaptive: sequences
+    )
   )
 
 

@@ -34,15 +34,15 @@ TRAINERS = {'ppo': ppo.train, 'sft': sft.train}
 CONFIG = config_flags.DEFINE_config_file('config', lock_config=True)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run writes.')
 RESUME = flags.DEFINE_enum(
-    'resume', 'auto', run_lib.RESUME, 'What to do with what is in workdir.'
+  'resume', 'auto', run_lib.RESUME, 'What to do with what is in workdir.'
 )
 
 
 def train(
-    config: ConfigDict,
-    workdir: str,
-    resume: str = 'auto',
-    from_flags: frozenset[str] = frozenset(),
+  config: ConfigDict,
+  workdir: str,
+  resume: str = 'auto',
+  from_flags: frozenset[str] = frozenset(),
 ) -> int:
   """Runs all stages of a config.
 
@@ -72,12 +72,12 @@ def train(
 
   # ---- The run: one stage after the other ----------------------------------
   run = run_lib.open_run(
-      workdir,
-      resolved,
-      setups,
-      keep=config.checkpoint.keep,
-      tensorboard=config.tensorboard,
-      wandb=config.wandb,
+    workdir,
+    resolved,
+    setups,
+    keep=config.checkpoint.keep,
+    tensorboard=config.tensorboard,
+    wandb=config.wandb,
   )
   total = sum(setup.numbers.steps for setup in setups)
   reason, params = 'error', None
@@ -90,7 +90,7 @@ def train(
       return 0
     if config.export:
       hf.export(
-          workdir / 'export', params, setups[-1].model, setups[-1].tokenizer
+        workdir / 'export', params, setups[-1].model, setups[-1].tokenizer
       )
     reason = 'finished'
   except KeyboardInterrupt:
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
   from_flags = config_flags.get_override_values(flags.FLAGS['config'])
   try:
     code = train(
-        CONFIG.value, WORKDIR.value, RESUME.value, frozenset(from_flags)
+      CONFIG.value, WORKDIR.value, RESUME.value, frozenset(from_flags)
     )
   except run_lib.Refused as error:
     sys.exit(f'error: {error}')

@@ -10,9 +10,7 @@ import orbax.checkpoint as ocp
 from rlhf_jax import types
 
 
-def manager(
-    workdir: str | pathlib.Path, *, keep: int
-) -> ocp.CheckpointManager:
+def manager(workdir: str | pathlib.Path, *, keep: int) -> ocp.CheckpointManager:
   """The checkpoints of a run, in `workdir/checkpoints/STEP`.
 
   A step folder gets its name only when it is complete, so a save that was
@@ -25,26 +23,26 @@ def manager(
   if keep < 1:
     raise ValueError(f'checkpoint.keep={keep}: at least 1 must stay')
   return ocp.CheckpointManager(
-      pathlib.Path(workdir).resolve() / 'checkpoints',
-      options=ocp.CheckpointManagerOptions(
-          max_to_keep=keep, create=True, enable_async_checkpointing=False
-      ),
+    pathlib.Path(workdir).resolve() / 'checkpoints',
+    options=ocp.CheckpointManagerOptions(
+      max_to_keep=keep, create=True, enable_async_checkpointing=False
+    ),
   )
 
 
 def save(
-    checkpoints: ocp.CheckpointManager,
-    step: int,
-    arrays: types.PyTree,
-    host: dict[str, Any],
+  checkpoints: ocp.CheckpointManager,
+  step: int,
+  arrays: types.PyTree,
+  host: dict[str, Any],
 ) -> None:
   """Saves arrays and the JSON-able host state under one step."""
   checkpoints.save(
-      step,
-      args=ocp.args.Composite(
-          arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
-      ),
-      force=True,
+    step,
+    args=ocp.args.Composite(
+      arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
+    ),
+    force=True,
   )
   checkpoints.wait_until_finished()
 
@@ -52,22 +50,22 @@ def save(
 def restore_host(checkpoints: ocp.CheckpointManager, step: int) -> dict:
   """The host state of a step; it says what the arrays look like."""
   return checkpoints.restore(
-      step, args=ocp.args.Composite(host=ocp.args.JsonRestore())
+    step, args=ocp.args.Composite(host=ocp.args.JsonRestore())
   )['host']
 
 
 def restore_arrays(
-    checkpoints: ocp.CheckpointManager, step: int, abstract: types.PyTree
+  checkpoints: ocp.CheckpointManager, step: int, abstract: types.PyTree
 ) -> types.PyTree:
   """The arrays of a step, in the shapes, dtypes and shardings of `abstract`."""
   return checkpoints.restore(
-      step,
-      args=ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract)),
+    step,
+    args=ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract)),
   )['arrays']
 
 
 def save_reference(
-    workdir: str | pathlib.Path, stage: str, params: types.PyTree
+  workdir: str | pathlib.Path, stage: str, params: types.PyTree
 ) -> None:
   """Saves the reference of a stage, once, when the stage begins."""
   with ocp.StandardCheckpointer() as checkpointer:
@@ -75,7 +73,7 @@ def save_reference(
 
 
 def restore_reference(
-    workdir: str | pathlib.Path, stage: str, abstract: types.PyTree
+  workdir: str | pathlib.Path, stage: str, abstract: types.PyTree
 ) -> types.PyTree:
   """The reference that `save_reference` saved."""
   with ocp.StandardCheckpointer() as checkpointer:
@@ -90,11 +88,11 @@ def reference_folder(workdir: str | pathlib.Path, stage: str) -> pathlib.Path:
 def abstract(tree: types.PyTree, shardings: types.PyTree) -> types.PyTree:
   """Shapes, dtypes and shardings of a tree, for `restore_arrays`."""
   return jax.tree.map(
-      lambda x, sharding: jax.ShapeDtypeStruct(
-          x.shape, x.dtype, sharding=sharding
-      ),
-      tree,
-      shardings,
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
+    tree,
+    shardings,
   )
 
 

@@ -10,12 +10,12 @@ from rlhf_jax import types
 
 
 def schedule(
-    learning_rate: float,
-    *,
-    warmup_updates: int,
-    decay: str,
-    total_updates: int,
-    end_fraction: float,
+  learning_rate: float,
+  *,
+  warmup_updates: int,
+  decay: str,
+  total_updates: int,
+  end_fraction: float,
 ) -> Callable[[types.Array], types.Array]:
   """Learning rate as a function of the number of updates made so far.
 
@@ -34,12 +34,12 @@ def schedule(
   """
   if decay not in DECAYS:
     raise ValueError(
-        f'optimizer.decay={decay!r} is not one of {sorted(DECAYS)}'
+      f'optimizer.decay={decay!r} is not one of {sorted(DECAYS)}'
     )
   if decay != 'constant' and warmup_updates >= total_updates:
     raise ValueError(
-        f'optimizer.warmup_updates={warmup_updates} must be less than the'
-        f' {total_updates} updates of the stage'
+      f'optimizer.warmup_updates={warmup_updates} must be less than the'
+      f' {total_updates} updates of the stage'
     )
 
   def value(update):
@@ -54,13 +54,13 @@ def schedule(
 
 
 def adamw(
-    learning_rate: Callable[[types.Array], types.Array],
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float,
+  learning_rate: Callable[[types.Array], types.Array],
+  *,
+  b1: float,
+  b2: float,
+  eps: float,
+  weight_decay: float,
+  max_grad_norm: float,
 ) -> optax.GradientTransformation:
   """Clips the global norm, then AdamW; vectors (norms, biases) do not decay.
 
@@ -73,15 +73,15 @@ def adamw(
     max_grad_norm: gradients with a larger global norm are scaled down to it.
   """
   return optax.chain(
-      optax.clip_by_global_norm(max_grad_norm),
-      optax.adamw(
-          learning_rate,
-          b1=b1,
-          b2=b2,
-          eps=eps,
-          weight_decay=weight_decay,
-          mask=_decays,
-      ),
+    optax.clip_by_global_norm(max_grad_norm),
+    optax.adamw(
+      learning_rate,
+      b1=b1,
+      b2=b2,
+      eps=eps,
+      weight_decay=weight_decay,
+      mask=_decays,
+    ),
   )
 
 
@@ -96,7 +96,7 @@ def _decays(params):
 
 
 DECAYS = {
-    'constant': lambda progress: jnp.ones_like(progress),
-    'linear': lambda progress: 1.0 - progress,
-    'cosine': lambda progress: 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
+  'constant': lambda progress: jnp.ones_like(progress),
+  'linear': lambda progress: 1.0 - progress,
+  'cosine': lambda progress: 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
 }

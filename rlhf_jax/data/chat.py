@@ -1,6 +1,7 @@
 """Turns a prompt into token ids, as plain text or through a chat template."""
 
 from collections.abc import Mapping, Sequence
+import functools
 import os
 
 SLOT = '{prompt}'
@@ -72,19 +73,20 @@ def render(
 def _render_text(text: str, tokenizer) -> list[int]:
   """Encodes with the tokenizer's own leading special tokens."""
   ids = tokenizer.encode(text, add_special_tokens=False)
-  leading = _leading_specials(tokenizer)
+  leading = list(_leading_specials(tokenizer))
   if ids[: len(leading)] == leading:  # the text already has them
     return ids
   return leading + ids
 
 
-def _leading_specials(tokenizer) -> list[int]:
+@functools.lru_cache(maxsize=8)
+def _leading_specials(tokenizer) -> tuple[int, ...]:
   """What the tokenizer puts before a text, e.g. [BOS]."""
   bare = tokenizer.encode('a', add_special_tokens=False)
   full = tokenizer.encode('a', add_special_tokens=True)
   for start in range(len(full) - len(bare) + 1):
     if full[start : start + len(bare)] == bare:
-      return full[:start]
+      return tuple(full[:start])
   raise ValueError(
     f'cannot tell what the tokenizer adds to a text: it encodes it as {full}'
     f' with and {bare} without special tokens'
@@ -124,12 +126,8 @@ def _render_chat(messages: list[dict[str, str]], tokenizer) -> list[int]:
     messages, tokenize=False, add_generation_prompt=True
   )
   _check_stable(text, messages, tokenizer)
-  # The template writes BOS itself: adding special tokens would double it.
-  ids = tokenizer.encode(text, add_special_tokens=False)
-  bos = tokenizer.bos_token_id
-  while bos is not None and ids[:2] == [bos, bos]:
-    ids = ids[1:]
-  return ids
+  # A template that wants BOS writes it: special tokens on top would double it.
+  return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _check_stable(text: str, messages, tokenizer) -> None:

@@ -73,12 +73,12 @@ def hidden(
   chex.assert_rank([tokens, positions, segment_ids], 2)
   chex.assert_equal_shape([tokens, positions, segment_ids])
   table = _rope_table(config, positions, dtype)
-  mask = attention.segment_mask(segment_ids)
 
   def block(x, weights):
     weights = _cast(weights, dtype)
     q, k, v = _project(x, weights, config, table)
-    return _finish(x, attention.attend(q, k, v, mask), weights, config)
+    out = attention.attend_rows(q, k, v, segment_ids)
+    return _finish(x, out, weights, config)
 
   body = jax.checkpoint(block) if remat else block
   x = params['embed'][tokens].astype(dtype)  # R L D
@@ -180,12 +180,8 @@ def output_head(
 def project_to_vocabulary(x: Array, head: tuple[Array, int]) -> Array:
   """[..., D] times the matrix of `output_head` -> [..., V]."""
   weight, axis = head
-  return jax.lax.dot_general(
-    x,
-    weight,
-    (((x.ndim - 1,), (axis,)), ((), ())),
-    preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-  )
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  return layers.matmul(x, weight, axis, dtype=wide)
 
 
 def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
@@ -244,24 +240,19 @@ def _project(x, weights, config, table):
   x = layers.rms_norm(x, weights['attention_norm'], config.norm_eps)
   weights = weights['attention']
   q_heads, kv_heads = config.num_heads, config.num_kv_heads
+  by_head = lambda y: y.reshape(*x.shape[:-1], -1, config.head_dim)
   if 'qkv' in weights:
-    all_heads = layers.dense(x, weights, 'qkv').reshape(
-      *x.shape[:-1], q_heads + 2 * kv_heads, config.head_dim
-    )
+    all_heads = by_head(layers.dense(x, weights, 'qkv'))
     q, k, v = jnp.split(all_heads, (q_heads, q_heads + kv_heads), axis=-2)
   else:
-    q, k, v = (layers.dense(x, weights, name) for name in 'qkv')
+    q, k, v = (by_head(layers.dense(x, weights, name)) for name in 'qkv')
   return layers.rope(q, *table), layers.rope(k, *table), v
 
 
 def _finish(x, attended, weights, config):
   """The rest of a block after attention: [.., D] and [.., Q, E] -> [.., D]."""
-  o = weights['attention']['o']
-  flat = {
-    **weights['attention'],
-    'o': o.reshape(config.num_heads * config.head_dim, config.d_model),
-  }
-  x = x + layers.dense(attended.reshape(*x.shape[:-1], -1), flat, 'o')
+  attended = attended.reshape(*x.shape[:-1], -1)
+  x = x + layers.dense(attended, weights['attention'], 'o')
   normed = layers.rms_norm(x, weights['mlp_norm'], config.norm_eps)
   return x + layers.mlp(normed, weights['mlp'])
 

@@ -39,10 +39,28 @@ def mlp(x: Array, weights: dict[str, Array]) -> Array:
 
 
 def dense(x: Array, weights: dict[str, Array], name: str) -> Array:
-  """x weights[name] (+ weights[name + '_bias']): [..., D] -> [..., F]."""
-  y = jax.lax.dot_general(x, weights[name], (((x.ndim - 1,), (0,)), ((), ())))
+  """x weights[name] (+ weights[name + '_bias']): [..., D] -> [..., F].
+
+  The weight is [D, ...]; its other axes become one, F.
+  """
+  weight = weights[name].reshape(x.shape[-1], -1)
+  y = matmul(x, weight)
   bias = weights.get(f'{name}_bias')
-  return y if bias is None else y + _like(bias, y)
+  return y if bias is None else y + _like(bias.reshape(-1), y)
+
+
+def matmul(x: Array, weight: Array, axis: int = 0, dtype=None) -> Array:
+  """Product over the last axis of x and `axis` of weight: [..., D] -> [..., F].
+
+  All leading axes of x are made one for the product.  Otherwise the gradient
+  of the weight sums over several axes, and XLA on the CPU then writes both
+  operands in another order first, which takes longer than the product.
+  """
+  flat = x.reshape(-1, x.shape[-1])
+  y = jax.lax.dot_general(
+    flat, weight, (((1,), (axis,)), ((), ())), preferred_element_type=dtype
+  )
+  return y.reshape(*x.shape[:-1], -1)
 
 
 def rope_frequencies(

@@ -17,7 +17,7 @@ class Cache:
 
 
 def zeros(
-    config: model_config.ModelConfig, rows: int, slots: int, dtype: jnp.dtype
+  config: model_config.ModelConfig, rows: int, slots: int, dtype: jnp.dtype
 ) -> Cache:
   """An empty cache for `rows` sequences of up to `slots` tokens."""
   shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
@@ -25,7 +25,7 @@ def zeros(
 
 
 def nbytes(
-    config: model_config.ModelConfig, rows: int, slots: int, dtype: jnp.dtype
+  config: model_config.ModelConfig, rows: int, slots: int, dtype: jnp.dtype
 ) -> int:
   """Bytes of `zeros` with the same arguments, without allocating them."""
   shapes = jax.eval_shape(lambda: zeros(config, rows, slots, dtype))

@@ -39,13 +39,13 @@ class State:
 
 
 def prefill(
-    params: types.PyTree,
-    config: model_config.ModelConfig,
-    prefix: types.Array,
-    suffixes: types.Array,
-    lengths: types.Array,
-    slots: int,
-    dtype: jnp.dtype,
+  params: types.PyTree,
+  config: model_config.ModelConfig,
+  prefix: types.Array,
+  suffixes: types.Array,
+  lengths: types.Array,
+  slots: int,
+  dtype: jnp.dtype,
 ) -> tuple[types.Array, cache_lib.Cache]:
   """Runs the prompts through the model, the prefix they share only once.
 
@@ -73,33 +73,33 @@ def prefill(
         dtype=dtype,
     )  # fmt: skip
     cache = cache_lib.Cache(
-        keys=cache.keys.at[:, :, :begin].set(keys),
-        values=cache.values.at[:, :, :begin].set(values),
+      keys=cache.keys.at[:, :, :begin].set(keys),
+      values=cache.values.at[:, :, :begin].set(values),
     )
   positions = jnp.broadcast_to(begin + jnp.arange(width)[None], suffixes.shape)
   real = positions < lengths[:, None]
   mask = jnp.arange(slots)[None, None] <= positions[:, :, None]  # B S C
   hidden, keys, values = decoder.hidden_cached(
-      params,
-      config,
-      suffixes,
-      positions,
-      cache.keys,
-      cache.values,
-      jnp.where(real, positions, slots),  # padding is not written
-      mask,
-      dtype=dtype,
+    params,
+    config,
+    suffixes,
+    positions,
+    cache.keys,
+    cache.values,
+    jnp.where(real, positions, slots),  # padding is not written
+    mask,
+    dtype=dtype,
   )
   last = (lengths - 1 - begin)[:, None, None]
   hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # B D
   return (
-      decoder.logits(params, config, hidden),
-      cache_lib.Cache(keys=keys, values=values),
+    decoder.logits(params, config, hidden),
+    cache_lib.Cache(keys=keys, values=values),
   )
 
 
 def append(
-    state: State, logits: types.Array, request: Request, key: types.Array
+  state: State, logits: types.Array, request: Request, key: types.Array
 ) -> State:
   """Picks the next token of every sequence that is not done.
 
@@ -108,7 +108,7 @@ def append(
   rows = jnp.arange(state.tokens.shape[0])
   keys = pick.noise_keys(key, request.samples, state.lengths)
   tokens, logprobs = pick.pick(
-      logits, keys, request.temperature, request.top_k, request.top_p
+    logits, keys, request.temperature, request.top_k, request.top_p
   )
   # Sequences that are done write to a place that does not exist.
   place = jnp.where(state.done, state.tokens.shape[1], state.lengths)
@@ -116,29 +116,29 @@ def append(
   stop = jnp.any(tokens[:, None] == request.stop_ids[None], axis=1)
   stopped = state.stopped | (~state.done & stop)
   return state.replace(
-      tokens=state.tokens.at[rows, place].set(tokens, mode='drop'),
-      logprobs=state.logprobs.at[rows, place].set(logprobs, mode='drop'),
-      lengths=lengths,
-      stopped=stopped,
-      done=state.done | stopped | (lengths >= state.limits),
+    tokens=state.tokens.at[rows, place].set(tokens, mode='drop'),
+    logprobs=state.logprobs.at[rows, place].set(logprobs, mode='drop'),
+    lengths=lengths,
+    stopped=stopped,
+    done=state.done | stopped | (lengths >= state.limits),
   )
 
 
 @functools.partial(
-    jax.jit, static_argnames=('config', 'samples_per_prompt', 'slots', 'dtype')
+  jax.jit, static_argnames=('config', 'samples_per_prompt', 'slots', 'dtype')
 )
 def start(
-    params: types.PyTree,
-    prefix: types.Array,
-    suffixes: types.Array,
-    lengths: types.Array,
-    request: Request,
-    key: types.Array,
-    *,
-    config: model_config.ModelConfig,
-    samples_per_prompt: int,
-    slots: int,
-    dtype: jnp.dtype,
+  params: types.PyTree,
+  prefix: types.Array,
+  suffixes: types.Array,
+  lengths: types.Array,
+  request: Request,
+  key: types.Array,
+  *,
+  config: model_config.ModelConfig,
+  samples_per_prompt: int,
+  slots: int,
+  dtype: jnp.dtype,
 ) -> State:
   """Prefills B prompts and picks the first token of N = B * samples.
 
@@ -155,41 +155,41 @@ def start(
     dtype: of computation and cache.
   """
   logits, cache = prefill(
-      params, config, prefix, suffixes, lengths, slots, dtype
+    params, config, prefix, suffixes, lengths, slots, dtype
   )
   batch, begin, width = suffixes.shape[0], prefix.shape[0], suffixes.shape[1]
   tokens = jnp.zeros((batch, slots), jnp.int32)
   tokens = tokens.at[:, :begin].set(prefix[None])
   tokens = tokens.at[:, begin : begin + width].set(suffixes)
   tokens, lengths, logits = jax.tree.map(
-      lambda x: jnp.repeat(x, samples_per_prompt, axis=0),
-      (tokens, lengths, logits),
+    lambda x: jnp.repeat(x, samples_per_prompt, axis=0),
+    (tokens, lengths, logits),
   )
   nothing = jnp.zeros(tokens.shape[0], bool)
   state = State(
-      cache=cache_lib.repeat(cache, samples_per_prompt),
-      tokens=tokens,
-      logprobs=jnp.zeros(tokens.shape, jnp.float32),
-      lengths=lengths,
-      limits=jnp.minimum(lengths + request.max_new_tokens, slots),
-      done=nothing,
-      stopped=nothing,
+    cache=cache_lib.repeat(cache, samples_per_prompt),
+    tokens=tokens,
+    logprobs=jnp.zeros(tokens.shape, jnp.float32),
+    lengths=lengths,
+    limits=jnp.minimum(lengths + request.max_new_tokens, slots),
+    done=nothing,
+    stopped=nothing,
   )
   return append(state, logits, request, key)
 
 
 @functools.partial(
-    jax.jit, static_argnames=('config', 'dtype'), donate_argnums=1
+  jax.jit, static_argnames=('config', 'dtype'), donate_argnums=1
 )
 def advance(
-    params: types.PyTree,
-    state: State,
-    request: Request,
-    key: types.Array,
-    steps: types.Array,
-    *,
-    config: model_config.ModelConfig,
-    dtype: jnp.dtype,
+  params: types.PyTree,
+  state: State,
+  request: Request,
+  key: types.Array,
+  steps: types.Array,
+  *,
+  config: model_config.ModelConfig,
+  dtype: jnp.dtype,
 ) -> State:
   """Decodes up to `steps` tokens a sequence, stopping when all are done."""
   slots = state.tokens.shape[1]

@@ -33,31 +33,29 @@ class Shape:
 
 
 def relayout_program(
-    mesh: jax.sharding.Mesh, specs: types.PyTree, dtype: jnp.dtype
+  mesh: jax.sharding.Mesh, specs: types.PyTree, dtype: jnp.dtype
 ) -> Callable[[types.PyTree], types.PyTree]:
   """`relayout(params)`: cast to `dtype`, in the rollout sharding; jitted."""
   cast = lambda params: tree.cast(params, dtype)
-  return jax.jit(
-      cast, out_shardings=rules.params(mesh, specs, rules.ROLLOUT)
-  )
+  return jax.jit(cast, out_shardings=rules.params(mesh, specs, rules.ROLLOUT))
 
 
 def generate(
-    params: types.PyTree,
-    prompts: Sequence[np.ndarray],
-    key: types.Array,
-    *,
-    config: model_config.ModelConfig,
-    mesh: jax.sharding.Mesh,
-    shape: Shape,
-    stop_ids: Sequence[int],
-    temperature: float | np.ndarray = 1.0,
-    top_k: int | np.ndarray = 0,
-    top_p: float | np.ndarray = 1.0,
-    max_new_tokens: int | np.ndarray | None = None,
-    prefix: np.ndarray | None = None,
-    policy_version: int = 0,
-    dtype: jnp.dtype = jnp.float32,
+  params: types.PyTree,
+  prompts: Sequence[np.ndarray],
+  key: types.Array,
+  *,
+  config: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  stop_ids: Sequence[int],
+  temperature: float | np.ndarray = 1.0,
+  top_k: int | np.ndarray = 0,
+  top_p: float | np.ndarray = 1.0,
+  max_new_tokens: int | np.ndarray | None = None,
+  prefix: np.ndarray | None = None,
+  policy_version: int = 0,
+  dtype: jnp.dtype = jnp.float32,
 ) -> types.Rollout:
   """Samples `samples_per_prompt` responses to every prompt.
 
@@ -92,18 +90,16 @@ def generate(
     raise ValueError('every prompt must have a token or more')
   if lengths.max() > shape.max_prompt_tokens:
     raise ValueError(
-        f'a prompt has {lengths.max()} tokens, the sampler was made for'
-        f' max_prompt_tokens={shape.max_prompt_tokens}'
+      f'a prompt has {lengths.max()} tokens, the sampler was made for'
+      f' max_prompt_tokens={shape.max_prompt_tokens}'
     )
   count = len(prompts) * samples
   asked = _requests(
-      count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
+    count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
   )
   prefix = _usable_prefix(prefix, prompts)
   begin = len(prefix)
-  suffixes = np.zeros(
-      (len(prompts), shape.max_prompt_tokens - begin), np.int32
-  )
+  suffixes = np.zeros((len(prompts), shape.max_prompt_tokens - begin), np.int32)
   for row, prompt in zip(suffixes, prompts):
     row[: len(prompt) - begin] = prompt[begin:]
 
@@ -118,37 +114,39 @@ def generate(
     # multiple of the data groups, so that all of them have the same rows.
     fill = -len(wave) % groups
     real = np.concatenate([real, np.zeros(fill, bool)])
-    chosen = np.where(real, np.concatenate([wave, np.zeros(fill, int)]), wave[0])
+    chosen = np.where(
+      real, np.concatenate([wave, np.zeros(fill, int)]), wave[0]
+    )
     rows = (chosen[:, None] * samples + np.arange(samples)).reshape(-1)
     real_rows = np.repeat(real, samples)
     request = asked.replace(
-        samples=asked.samples[rows],
-        temperature=asked.temperature[rows],
-        top_k=asked.top_k[rows],
-        top_p=asked.top_p[rows],
-        max_new_tokens=np.where(real_rows, asked.max_new_tokens[rows], 1),
+      samples=asked.samples[rows],
+      temperature=asked.temperature[rows],
+      top_k=asked.top_k[rows],
+      top_p=asked.top_p[rows],
+      max_new_tokens=np.where(real_rows, asked.max_new_tokens[rows], 1),
     )
     state = decode.start(
-        params,
-        jnp.asarray(prefix),
-        *rules.rows(mesh, (suffixes[chosen], lengths[chosen])),
-        request,
-        key,
-        config=config,
-        samples_per_prompt=samples,
-        slots=shape.width,
-        dtype=dtype,
+      params,
+      jnp.asarray(prefix),
+      *rules.rows(mesh, (suffixes[chosen], lengths[chosen])),
+      request,
+      key,
+      config=config,
+      samples_per_prompt=samples,
+      slots=shape.width,
+      dtype=dtype,
     )
     while not bool(jnp.all(state.done)):
       state = decode.advance(
-          params, state, request, key, shape.chunk, config=config, dtype=dtype
+        params, state, request, key, shape.chunk, config=config, dtype=dtype
       )
     kept = rows[real_rows]
     for target, source in (
-        (tokens, state.tokens),
-        (logprobs, state.logprobs),
-        (totals, state.lengths),
-        (stopped, state.stopped),
+      (tokens, state.tokens),
+      (logprobs, state.logprobs),
+      (totals, state.lengths),
+      (stopped, state.stopped),
     ):
       target[kept] = np.asarray(source)[real_rows]
 
@@ -156,45 +154,45 @@ def generate(
   prompt_lengths = np.repeat(lengths, samples)
   mask = (at >= prompt_lengths[:, None]) & (at < totals[:, None])
   return types.Rollout(
-      tokens=np.where(at < totals[:, None], tokens, 0),
-      lengths=totals,
-      prompt_lengths=prompt_lengths,
-      mask=mask,
-      logprobs=np.where(mask, logprobs, 0.0),
-      temperature=asked.temperature,
-      truncated=~stopped,
-      group=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
-      policy_version=np.full(count, policy_version, np.int32),
+    tokens=np.where(at < totals[:, None], tokens, 0),
+    lengths=totals,
+    prompt_lengths=prompt_lengths,
+    mask=mask,
+    logprobs=np.where(mask, logprobs, 0.0),
+    temperature=asked.temperature,
+    truncated=~stopped,
+    group=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
+    policy_version=np.full(count, policy_version, np.int32),
   )
 
 
 def _requests(
-    count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
+  count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
 ) -> decode.Request:
   """Checks the numbers and spreads them over the sequences."""
   if max_new_tokens is None:
     max_new_tokens = shape.max_new_tokens
   spread = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), count).copy()
   request = decode.Request(
-      samples=np.arange(count, dtype=np.int32),
-      temperature=spread(temperature, np.float32),
-      top_k=spread(top_k, np.int32),
-      top_p=spread(top_p, np.float32),
-      max_new_tokens=spread(max_new_tokens, np.int32),
-      stop_ids=np.array(sorted(stop_ids) or [-1], np.int32),
+    samples=np.arange(count, dtype=np.int32),
+    temperature=spread(temperature, np.float32),
+    top_k=spread(top_k, np.int32),
+    top_p=spread(top_p, np.float32),
+    max_new_tokens=spread(max_new_tokens, np.int32),
+    stop_ids=np.array(sorted(stop_ids) or [-1], np.int32),
   )
   for ok, what in (
-      ((request.temperature >= 0).all(), 'temperature must be 0 or more'),
-      ((request.top_k >= 0).all(), 'top_k must be 0 (off) or more'),
-      (
-          ((request.top_p > 0) & (request.top_p <= 1)).all(),
-          'top_p must lie in (0, 1]',
-      ),
-      (
-          (request.max_new_tokens >= 1).all()
-          and (request.max_new_tokens <= shape.max_new_tokens).all(),
-          f'max_new_tokens must lie in 1..{shape.max_new_tokens}',
-      ),
+    ((request.temperature >= 0).all(), 'temperature must be 0 or more'),
+    ((request.top_k >= 0).all(), 'top_k must be 0 (off) or more'),
+    (
+      ((request.top_p > 0) & (request.top_p <= 1)).all(),
+      'top_p must lie in (0, 1]',
+    ),
+    (
+      (request.max_new_tokens >= 1).all()
+      and (request.max_new_tokens <= shape.max_new_tokens).all(),
+      f'max_new_tokens must lie in 1..{shape.max_new_tokens}',
+    ),
   ):
     if not ok:
       raise ValueError(f'{what}, got {temperature=} {top_k=} {top_p=}'
@@ -208,7 +206,7 @@ def _usable_prefix(prefix, prompts) -> np.ndarray:
     return np.zeros(0, np.int32)
   size = len(prefix)
   shared = all(
-      len(prompt) > size and np.array_equal(prompt[:size], prefix)
-      for prompt in prompts
+    len(prompt) > size and np.array_equal(prompt[:size], prefix)
+    for prompt in prompts
   )
   return np.asarray(prefix if shared else [], np.int32)

@@ -8,7 +8,7 @@ from rlhf_jax import types
 
 
 def noise_keys(
-    key: types.Array, samples: types.Array, positions: types.Array
+  key: types.Array, samples: types.Array, positions: types.Array
 ) -> types.Array:
   """One key per row: `fold_in(fold_in(key, sample), position)`.
 
@@ -25,7 +25,7 @@ def noise_keys(
 
 
 def truncate(
-    logits: types.Array, top_k: types.Array, top_p: types.Array
+  logits: types.Array, top_k: types.Array, top_p: types.Array
 ) -> types.Array:
   """Keeps the `top_k` likeliest tokens and the nucleus of mass `top_p`.
 
@@ -58,11 +58,11 @@ def truncate(
 
 
 def pick(
-    logits: types.Array,
-    keys: types.Array,
-    temperature: types.Array,
-    top_k: types.Array,
-    top_p: types.Array,
+  logits: types.Array,
+  keys: types.Array,
+  temperature: types.Array,
+  top_k: types.Array,
+  top_p: types.Array,
 ) -> tuple[types.Array, types.Array]:
   """Draws one token a row by the Gumbel-argmax rule.
 
@@ -89,7 +89,7 @@ def pick(
   # not recompile, and sorting 49k logits is paid only where it is asked for.
   wanted = ~greedy & ((top_k > 0) | (top_p < 1.0))
   candidates = jax.lax.cond(
-      jnp.any(wanted), truncate, lambda x, k, p: x, tempered, top_k, top_p
+    jnp.any(wanted), truncate, lambda x, k, p: x, tempered, top_k, top_p
   )
   candidates = jnp.where(wanted[:, None], candidates, tempered)
 
@@ -97,9 +97,7 @@ def pick(
     draw = lambda key: jax.random.gumbel(key, x.shape[1:], jnp.float32)
     return jnp.where(greedy[:, None], x, x + jax.vmap(draw)(keys))
 
-  candidates = jax.lax.cond(
-      jnp.all(greedy), lambda x: x, add_noise, candidates
-  )
+  candidates = jax.lax.cond(jnp.all(greedy), lambda x: x, add_noise, candidates)
   tokens = jnp.argmax(candidates, axis=-1).astype(jnp.int32)  # N
   chosen = jnp.take_along_axis(tempered, tokens[:, None], axis=-1)[:, 0]
   return tokens, chosen - jax.nn.logsumexp(tempered, axis=-1)

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def waves(
-    lengths: np.ndarray, samples_per_prompt: int, slots: int
+  lengths: np.ndarray, samples_per_prompt: int, slots: int
 ) -> list[np.ndarray]:
   """Groups prompts into waves that fit the slots, longest prompts first.
 
@@ -23,8 +23,8 @@ def waves(
   size = slots // samples_per_prompt
   if size < 1:
     raise ValueError(
-        f'rollout.slots={slots} sequences cannot hold the {samples_per_prompt}'
-        ' samples of one prompt: raise rollout.slots or lower the samples'
+      f'rollout.slots={slots} sequences cannot hold the {samples_per_prompt}'
+      ' samples of one prompt: raise rollout.slots or lower the samples'
     )
   size = min(size, len(lengths))
   order = np.argsort(-np.asarray(lengths), kind='stable')

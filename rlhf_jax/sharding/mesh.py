@@ -11,13 +11,13 @@ AXES = ('data', 'fsdp', 'tensor', 'context', 'expert')
 
 
 def make(
-    data: int = 1,
-    fsdp: int = -1,
-    tensor: int = 1,
-    context: int = 1,
-    expert: int = 1,
-    *,
-    devices: Sequence[jax.Device] | None = None,
+  data: int = 1,
+  fsdp: int = -1,
+  tensor: int = 1,
+  context: int = 1,
+  expert: int = 1,
+  *,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
   """The mesh `[data, fsdp, tensor, context, expert]`.
 
@@ -39,13 +39,13 @@ def make(
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = dict(
-      data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert
+    data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert
   )
   for name in ('context', 'expert'):
     if sizes[name] != 1:
       raise ValueError(
-          f'mesh.{name}={sizes[name]}: splitting over `{name}` is not'
-          ' supported, set it to 1'
+        f'mesh.{name}={sizes[name]}: splitting over `{name}` is not'
+        ' supported, set it to 1'
       )
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
@@ -53,18 +53,18 @@ def make(
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if fixed < 1 or len(devices) % fixed or (not free and fixed != len(devices)):
     raise ValueError(
-        f'mesh {sizes} does not fit {len(devices)} devices: the sizes multiply'
-        f' to {fixed}; divisors of {len(devices)} are'
-        f' {[n for n in range(1, len(devices) + 1) if len(devices) % n == 0]}'
-        ' (-1 lets one axis take the rest; mesh.devices limits their number)'
+      f'mesh {sizes} does not fit {len(devices)} devices: the sizes multiply'
+      f' to {fixed}; divisors of {len(devices)} are'
+      f' {[n for n in range(1, len(devices) + 1) if len(devices) % n == 0]}'
+      ' (-1 lets one axis take the rest; mesh.devices limits their number)'
     )
   if free:
     sizes[free[0]] = len(devices) // fixed
   return jax.make_mesh(
-      tuple(sizes[name] for name in AXES),
-      AXES,
-      axis_types=(AxisType.Auto,) * len(AXES),
-      devices=devices,
+    tuple(sizes[name] for name in AXES),
+    AXES,
+    axis_types=(AxisType.Auto,) * len(AXES),
+    devices=devices,
   )
 
 

@@ -11,12 +11,12 @@ from rlhf_jax import types
 
 # Logical axes that a table does not name are not split.
 TRAINING = {
-    'rows': ('data', 'fsdp'),
-    'embed': ('fsdp',),
-    'heads': ('tensor',),
-    'kv_heads': ('tensor',),
-    'mlp': ('tensor',),
-    'vocab': ('tensor',),
+  'rows': ('data', 'fsdp'),
+  'embed': ('fsdp',),
+  'heads': ('tensor',),
+  'kv_heads': ('tensor',),
+  'mlp': ('tensor',),
+  'vocab': ('tensor',),
 }
 # Decoding reads all weights for every token: gathering them over `fsdp` each
 # time would cost more than holding them.
@@ -24,10 +24,10 @@ ROLLOUT = TRAINING | {'embed': ()}
 
 
 def sharding(
-    mesh: Mesh,
-    axes: tuple[str | None, ...],
-    shape: tuple[int, ...],
-    rules: dict[str, tuple[str, ...]] = TRAINING,
+  mesh: Mesh,
+  axes: tuple[str | None, ...],
+  shape: tuple[int, ...],
+  rules: dict[str, tuple[str, ...]] = TRAINING,
 ) -> NamedSharding:
   """The sharding of one array.
 
@@ -51,9 +51,9 @@ def sharding(
 def params(mesh: Mesh, specs: types.PyTree, rules=TRAINING) -> types.PyTree:
   """Shardings of a tree of `models.spec.Spec`."""
   return jax.tree.map(
-      lambda spec: sharding(mesh, spec.axes, spec.shape, rules),
-      specs,
-      is_leaf=lambda x: hasattr(x, 'axes'),
+    lambda spec: sharding(mesh, spec.axes, spec.shape, rules),
+    specs,
+    is_leaf=lambda x: hasattr(x, 'axes'),
   )
 
 
@@ -64,8 +64,8 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
   other (a step counter) is replicated.
   """
   known = {
-      jax.tree_util.keystr(path): value
-      for path, value in jax.tree_util.tree_leaves_with_path(param_shardings)
+    jax.tree_util.keystr(path): value
+    for path, value in jax.tree_util.tree_leaves_with_path(param_shardings)
   }
   replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -81,8 +81,8 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
 def rows(mesh: Mesh, tree: types.PyTree) -> types.PyTree:
   """Puts a tree of host arrays `[R, ...]` on the mesh, split over its rows."""
   return jax.tree.map(
-      lambda x: jax.device_put(
-          x, sharding(mesh, ('rows',) + (None,) * (x.ndim - 1), x.shape)
-      ),
-      tree,
+    lambda x: jax.device_put(
+      x, sharding(mesh, ('rows',) + (None,) * (x.ndim - 1), x.shape)
+    ),
+    tree,
   )

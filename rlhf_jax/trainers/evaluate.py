@@ -18,33 +18,33 @@ from rlhf_jax.sampling import engine
 def responses(rollout: types.Rollout, tokenizer) -> list[str]:
   """The text of every response; special tokens (EOS) are left out."""
   return [
-      tokenizer_lib.decode(tokenizer, row[start:end])
-      for row, start, end in zip(
-          rollout.tokens, rollout.prompt_lengths, rollout.lengths
-      )
+    tokenizer_lib.decode(tokenizer, row[start:end])
+    for row, start, end in zip(
+      rollout.tokens, rollout.prompt_lengths, rollout.lengths
+    )
   ]
 
 
 def prompts_of(
-    rollout: types.Rollout, prompts: Sequence[pipeline.Prompt]
+  rollout: types.Rollout, prompts: Sequence[pipeline.Prompt]
 ) -> list[pipeline.Prompt]:
   """The prompt of every sequence, matched by group and not by position."""
   return [prompts[group] for group in rollout.group]
 
 
 def sample_rows(
-    stage: str,
-    step: int,
-    texts: Sequence[str],
-    rewards: base.RewardResult,
-    names: Sequence[str],
-    rollout: types.Rollout,
-    prompts: Sequence[pipeline.Prompt],
-    tokenizer,
-    *,
-    advantages: np.ndarray | None = None,
-    limit: int,
-    kind: str = 'train',
+  stage: str,
+  step: int,
+  texts: Sequence[str],
+  rewards: base.RewardResult,
+  names: Sequence[str],
+  rollout: types.Rollout,
+  prompts: Sequence[pipeline.Prompt],
+  tokenizer,
+  *,
+  advantages: np.ndarray | None = None,
+  limit: int,
+  kind: str = 'train',
 ) -> list[dict[str, Any]]:
   """Lines for `samples.jsonl`: the first `limit` sequences."""
   rows = []
@@ -54,41 +54,40 @@ def sample_rows(
     if advantages is not None and mask.any():
       mean = float(advantages[n][mask].mean())
     rows.append(
-        dict(
-            stage=stage,
-            step=step,
-            kind=kind,
-            prompt=tokenizer_lib.decode(
-                tokenizer, prompts[rollout.group[n]].ids, skip_special=False
-            ),
-            response=texts[n],
-            answer=prompts[rollout.group[n]].example.answer,
-            score=float(rewards.scores[n]),
-            rewards={
-                name: float(rewards.values[n, k])
-                for k, name in enumerate(names)
-            },
-            advantage=mean,
-            finish_reason='length' if rollout.truncated[n] else 'stop',
-        )
+      dict(
+        stage=stage,
+        step=step,
+        kind=kind,
+        prompt=tokenizer_lib.decode(
+          tokenizer, prompts[rollout.group[n]].ids, skip_special=False
+        ),
+        response=texts[n],
+        answer=prompts[rollout.group[n]].example.answer,
+        score=float(rewards.scores[n]),
+        rewards={
+          name: float(rewards.values[n, k]) for k, name in enumerate(names)
+        },
+        advantage=mean,
+        finish_reason='length' if rollout.truncated[n] else 'stop',
+      )
     )
   return rows
 
 
 def evaluate(
-    params: types.PyTree,
-    prompts: Sequence[pipeline.Prompt],
-    tokenizer,
-    rewards: dict[str, Callable],
-    weights: dict[str, float],
-    *,
-    seed: int,
-    stage: str,
-    step: int,
-    samples: int = 4,
-    timeout_s: float | None = None,
-    default: float | None = None,
-    **generation: Any,
+  params: types.PyTree,
+  prompts: Sequence[pipeline.Prompt],
+  tokenizer,
+  rewards: dict[str, Callable],
+  weights: dict[str, float],
+  *,
+  seed: int,
+  stage: str,
+  step: int,
+  samples: int = 4,
+  timeout_s: float | None = None,
+  default: float | None = None,
+  **generation: Any,
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[dict[str, Any]]]:
   """One greedy response to every held-out prompt.
 
@@ -112,16 +111,16 @@ def evaluate(
     events of the rewards.
   """
   rollout = engine.generate(
-      params,
-      [prompt.ids for prompt in prompts],
-      keys.key(seed, 'evaluate', step),
-      temperature=0.0,
-      **generation,
+    params,
+    [prompt.ids for prompt in prompts],
+    keys.key(seed, 'evaluate', step),
+    temperature=0.0,
+    **generation,
   )
   texts = responses(rollout, tokenizer)
   examples = [prompt.example for prompt in prompts_of(rollout, prompts)]
   result = base.evaluate(
-      rewards, weights, texts, examples, timeout_s=timeout_s, default=default
+    rewards, weights, texts, examples, timeout_s=timeout_s, default=default
   )
   lengths = rollout.lengths - rollout.prompt_lengths
   of_source = np.array([example.source for example in examples])
@@ -130,14 +129,14 @@ def evaluate(
     here = of_source == source
     columns = {name: result.values[:, k] for k, name in enumerate(rewards)}
     columns |= {
-        'score': result.scores,
-        'response_length': lengths,
-        'clip_ratio': rollout.truncated,
+      'score': result.scores,
+      'response_length': lengths,
+      'clip_ratio': rollout.truncated,
     }
     for name, column in columns.items():
       column = np.asarray(column, np.float64)
       values[f'val/{source}/{name}'] = metrics.mean(
-          column, here & np.isfinite(column)
+        column, here & np.isfinite(column)
       )
   rows = sample_rows(
       stage, step, texts, result, list(rewards), rollout, prompts, tokenizer,

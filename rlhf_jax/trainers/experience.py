@@ -8,6 +8,7 @@ per token travel.
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ from rlhf_jax.algorithms import value_losses
 from rlhf_jax.data import packing
 from rlhf_jax.sharding import rules
 
+# Called once a step: compiled, since their loops would be traced anew.
+_GROUP_METRICS = jax.jit(advantages_lib.group_metrics)
+_EXPLAINED_VARIANCE = jax.jit(value_losses.explained_variance)
+
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
@@ -34,14 +39,14 @@ class MiniBatch:
 
 
 def split(
-    rollout: types.Rollout,
-    count: int,
-    *,
-    seed: int,
-    step: int,
-    tokens_per_row: int,
-    rows_per_microbatch: int,
-    share_prefix: bool,
+  rollout: types.Rollout,
+  count: int,
+  *,
+  seed: int,
+  step: int,
+  tokens_per_row: int,
+  rows_per_microbatch: int,
+  share_prefix: bool,
 ) -> list[MiniBatch]:
   """Divides the prompts of a step into `count` mini-batches and packs each.
 
@@ -59,49 +64,49 @@ def split(
   """
   prompts = int(rollout.group.max()) + 1
   order = np.asarray(
-      jax.random.permutation(keys.key(seed, 'minibatch', step), prompts)
+    jax.random.permutation(keys.key(seed, 'minibatch', step), prompts)
   )
   home = np.empty(prompts, np.int64)  # prompt -> mini-batch
   home[order] = np.arange(prompts) % count
   prefix = (
-      packing.common_prefix(rollout.tokens, rollout.prompt_lengths)
-      if share_prefix
-      else 0
+    packing.common_prefix(rollout.tokens, rollout.prompt_lengths)
+    if share_prefix
+    else 0
   )
   batches = []
   for index in range(count):
     members = np.flatnonzero(home[rollout.group] == index)
     part = jax.tree.map(lambda x, m=members: x[m], rollout)
     pack_map = packing.plan(
-        part.lengths,
-        part.tokens.shape[1],
-        tokens_per_row,
-        rows_multiple=rows_per_microbatch,
-        prefix_length=prefix,
+      part.lengths,
+      part.tokens.shape[1],
+      tokens_per_row,
+      rows_multiple=rows_per_microbatch,
+      prefix_length=prefix,
     )
     batches.append(MiniBatch(members, pack_map, packing.rows(part, pack_map)))
   return batches
 
 
 def slices(
-    batch: types.PyTree, rows: int, mesh: jax.sharding.Mesh
+  batch: types.PyTree, rows: int, mesh: jax.sharding.Mesh
 ) -> Iterator[types.PyTree]:
   """Cuts `[R, ...]` arrays into micro-batches and puts them on the mesh."""
   total = jax.tree.leaves(batch)[0].shape[0]
   for start in range(0, total, rows):
     yield rules.rows(
-        mesh, jax.tree.map(lambda x, s=start: x[s : s + rows], batch)
+      mesh, jax.tree.map(lambda x, s=start: x[s : s + rows], batch)
     )
 
 
 def run_score(
-    program: Callable[..., types.Scores],
-    params: types.PyTree,
-    batches: Sequence[MiniBatch],
-    rollout: types.Rollout,
-    *,
-    rows_per_microbatch: int,
-    mesh: jax.sharding.Mesh,
+  program: Callable[..., types.Scores],
+  params: types.PyTree,
+  batches: Sequence[MiniBatch],
+  rollout: types.Rollout,
+  *,
+  rows_per_microbatch: int,
+  mesh: jax.sharding.Mesh,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Log-probs or values of all sequences, back in the sequence layout.
 
@@ -123,9 +128,7 @@ def run_score(
     parts = []
     for rows in slices(batch.rows, rows_per_microbatch, mesh):
       scores = program(params, rows=rows)
-      parts.append(
-          scores.logprobs if scores.values is None else scores.values
-      )
+      parts.append(scores.logprobs if scores.values is None else scores.values)
     whole = np.concatenate([np.asarray(part) for part in parts])  # R L
     out[batch.members] = packing.unpack(whole, batch.pack_map)
     last[batch.members] = packing.last(whole, batch.pack_map)
@@ -149,34 +152,34 @@ def token_batch(
   pack = lambda x: packing.pack(np.asarray(x), batch.pack_map)
   of_step = lambda x: pack(np.asarray(x)[batch.members])
   return types.TokenBatch(
-      # The mask may have lost sequences since the rows were packed.
-      rows=batch.rows.replace(
-          mask=packing.pack(mask, batch.pack_map, fill=False)
-      ),
-      old_logprobs=of_step(experience.old_logprobs),
-      reference_logprobs=of_step(experience.reference_logprobs),
-      advantages=of_step(experience.advantages),
-      old_values=of_step(experience.values),
-      returns=of_step(experience.returns),
-      weights=pack(weights),
+    # The mask may have lost sequences since the rows were packed.
+    rows=batch.rows.replace(
+      mask=packing.pack(mask, batch.pack_map, fill=False)
+    ),
+    old_logprobs=of_step(experience.old_logprobs),
+    reference_logprobs=of_step(experience.reference_logprobs),
+    advantages=of_step(experience.advantages),
+    old_values=of_step(experience.values),
+    returns=of_step(experience.returns),
+    weights=pack(weights),
   )
 
 
 def estimate(
-    rollout: types.Rollout,
-    rewards: np.ndarray,
-    scores: np.ndarray,
-    old_logprobs: np.ndarray,
-    reference_logprobs: np.ndarray,
-    values: np.ndarray,
-    bootstrap_values: np.ndarray,
-    *,
-    estimator: str,
-    gamma: float,
-    lam: float,
-    whiten: bool,
-    kl: np.ndarray | None,
-    kl_coef: float,
+  rollout: types.Rollout,
+  rewards: np.ndarray,
+  scores: np.ndarray,
+  old_logprobs: np.ndarray,
+  reference_logprobs: np.ndarray,
+  values: np.ndarray,
+  bootstrap_values: np.ndarray,
+  *,
+  estimator: str,
+  gamma: float,
+  lam: float,
+  whiten: bool,
+  kl: np.ndarray | None,
+  kl_coef: float,
 ) -> types.Experience:
   """Token rewards, then advantages and returns of a step.
 
@@ -195,88 +198,105 @@ def estimate(
     kl: [N, T] nats per token for the penalty in the reward, or None.
     kl_coef: its coefficient.
   """
-  mask = jnp.asarray(rollout.mask)
+  token_rewards, advantages, returns = _estimate(
+    rollout.mask,
+    scores,
+    values,
+    bootstrap_values,
+    rollout.group,
+    np.zeros_like(values) if kl is None else kl,
+    np.float32(kl_coef),
+    estimator=estimator,
+    gamma=gamma,
+    lam=lam,
+    whiten=whiten,
+  )
+  return types.Experience(
+    rollout=rollout,
+    rewards=rewards,
+    scores=scores,
+    old_logprobs=old_logprobs,
+    reference_logprobs=reference_logprobs,
+    values=values,
+    bootstrap_values=bootstrap_values,
+    token_rewards=np.asarray(token_rewards),
+    advantages=np.asarray(advantages),
+    returns=np.asarray(returns),
+  )
+
+
+@functools.partial(
+  jax.jit, static_argnames=('estimator', 'gamma', 'lam', 'whiten')
+)
+def _estimate(
+    mask, scores, values, bootstrap_values, group, kl, kl_coef, *, estimator,
+    gamma, lam, whiten,
+):  # fmt: skip
+  """The array part of `estimate`."""
   token_rewards = advantages_lib.token_rewards(
-      jnp.asarray(scores), mask, kl=kl, kl_coef=kl_coef
+    scores, mask, kl=kl, kl_coef=kl_coef
   )
   function = advantages_lib.estimator(estimator)
   if estimator in advantages_lib.CRITIC_ESTIMATORS:
     advantages, returns = function(
-        token_rewards,
-        jnp.asarray(values),
-        mask,
-        gamma=gamma,
-        lam=lam,
-        bootstrap_values=jnp.asarray(bootstrap_values),
+      token_rewards,
+      values,
+      mask,
+      gamma=gamma,
+      lam=lam,
+      bootstrap_values=bootstrap_values,
     )
   else:
     # A score that does not apply must stay NaN, to leave its group.
     totals = jnp.where(jnp.isfinite(scores), token_rewards.sum(1), jnp.nan)
-    advantages, returns = function(totals, jnp.asarray(rollout.group), mask)
+    advantages, returns = function(totals, group, mask)
   if whiten:
     advantages = masked.whiten(advantages, mask)
-  return types.Experience(
-      rollout=rollout,
-      rewards=rewards,
-      scores=scores,
-      old_logprobs=old_logprobs,
-      reference_logprobs=reference_logprobs,
-      values=values,
-      bootstrap_values=bootstrap_values,
-      token_rewards=np.asarray(token_rewards),
-      advantages=np.asarray(advantages),
-      returns=np.asarray(returns),
-  )
+  return token_rewards, advantages, returns
 
 
 def statistics(
-    experience: types.Experience,
-    names: Sequence[str],
-    *,
-    with_critic: bool,
+  experience: types.Experience,
+  names: Sequence[str],
+  *,
+  with_critic: bool,
 ) -> metrics.Metrics:
   """The metrics of a step that need no gradient."""
   rollout, mask = experience.rollout, experience.rollout.mask
   used = mask.any(axis=1)
   lengths = rollout.lengths - rollout.prompt_lengths
   result = {
-      'critic/score/mean': metrics.mean(
-          experience.scores, np.isfinite(experience.scores)
-      ),
-      'critic/rewards/mean': metrics.mean(
-          experience.token_rewards.sum(axis=1), used
-      ),
-      'critic/advantages/mean': metrics.mean(experience.advantages, mask),
-      'response_length/mean': metrics.mean(lengths),
-      'response_length/max': metrics.max(lengths),
-      'response_length/min': metrics.min(lengths),
-      'response_length/clip_ratio': metrics.mean(rollout.truncated),
-      'prompt_length/mean': metrics.mean(rollout.prompt_lengths),
-      'training/dropped_sequences': metrics.sum(~used),
+    'critic/score/mean': metrics.mean(
+      experience.scores, np.isfinite(experience.scores)
+    ),
+    'critic/rewards/mean': metrics.mean(
+      experience.token_rewards.sum(axis=1), used
+    ),
+    'critic/advantages/mean': metrics.mean(experience.advantages, mask),
+    'response_length/mean': metrics.mean(lengths),
+    'response_length/max': metrics.max(lengths),
+    'response_length/min': metrics.min(lengths),
+    'response_length/clip_ratio': metrics.mean(rollout.truncated),
+    'prompt_length/mean': metrics.mean(rollout.prompt_lengths),
+    'training/dropped_sequences': metrics.sum(~used),
   }
-  result |= advantages_lib.group_metrics(
-      jnp.asarray(experience.scores), jnp.asarray(rollout.group),
-      jnp.asarray(mask),
-  )  # fmt: skip
+  result |= _GROUP_METRICS(experience.scores, rollout.group, mask)  # fmt: skip
   for k, name in enumerate(names):
     column = experience.rewards[:, k]
     result[f'reward/{name}/mean'] = metrics.mean(column, np.isfinite(column))
   if with_critic:
-    explained = value_losses.explained_variance(
-        jnp.asarray(experience.values), jnp.asarray(experience.returns),
-        jnp.asarray(mask),
+    explained = _EXPLAINED_VARIANCE(
+        experience.values, experience.returns, mask
     )  # fmt: skip
     result |= {
-        'critic/returns/mean': metrics.mean(experience.returns, mask),
-        'critic/values/mean': metrics.mean(experience.values, mask),
-        'critic/vf_explained_var': metrics.mean(explained),
+      'critic/returns/mean': metrics.mean(experience.returns, mask),
+      'critic/values/mean': metrics.mean(experience.values, mask),
+      'critic/vf_explained_var': metrics.mean(explained),
     }
   return result
 
 
-def update_order(
-    count: int, epochs: int, *, seed: int, step: int
-) -> list[int]:
+def update_order(count: int, epochs: int, *, seed: int, step: int) -> list[int]:
   """Mini-batches in the order of their updates, shuffled in every epoch."""
   order = []
   for epoch in range(epochs):

@@ -30,7 +30,7 @@ from rlhf_jax.trainers import update
 
 
 def train(
-    setup: setup_lib.Setup, run: run_lib.Run, params: types.PyTree | None
+  setup: setup_lib.Setup, run: run_lib.Run, params: types.PyTree | None
 ) -> types.PyTree:
   """Runs a stage of PPO.
 
@@ -42,7 +42,12 @@ def train(
   Returns:
     The actor's parameters after the last step.
   """
-  config, numbers, mesh, host = setup.config, setup.numbers, setup.mesh, run.host
+  config, numbers, mesh, host = (
+    setup.config,
+    setup.numbers,
+    setup.mesh,
+    run.host,
+  )
   algorithm, seed = config.algorithm, config.seed
   samples = config.rollout.samples_per_prompt
   compute = setup_lib.dtype(config.model.dtype)
@@ -72,11 +77,11 @@ def train(
     params = roles.actor_params(setup, params)
     if with_reference and not config.evaluation.only:
       reference, host.reference = roles.begin_reference(
-          setup, run.workdir, params, untouched
+        setup, run.workdir, params, untouched
       )
     if with_critic and not config.evaluation.only:
       states['critic'] = roles.create(
-          setup, learners['critic'], roles.critic_params(setup, params)
+        setup, learners['critic'], roles.critic_params(setup, params)
       )
     states['actor'] = roles.create(setup, learners['actor'], params)
 
@@ -85,69 +90,69 @@ def train(
   # they are those of the update itself, without their gradient.
   on_policy = updates == 1 and not algorithm.kl_reward.coef
   scoring = dict(
-      head_chunk=config.model.head_chunk,
-      remat=config.model.remat,
-      dtype=compute,
+    head_chunk=config.model.head_chunk,
+    remat=config.model.remat,
+    dtype=compute,
   )
   actor_score = functools.partial(heads.score, config=setup.model, **scoring)
   policy_loss = policy_losses.loss(algorithm.policy_loss)
   if algorithm.policy_loss == 'ppo':
     policy_loss = functools.partial(
-        policy_loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip or None,
+      policy_loss,
+      clip_low=algorithm.clip_low,
+      clip_high=algorithm.clip_high,
+      dual_clip=algorithm.dual_clip or None,
     )
   losses = {
-      'actor': functools.partial(
-          update.actor_loss,
-          score=actor_score,
-          policy_loss=policy_loss,
-          kl_estimator=kl.loss_estimator(algorithm.kl_loss.estimator),
-          on_policy=on_policy,
-          with_reference=with_reference,
-      )
+    'actor': functools.partial(
+      update.actor_loss,
+      score=actor_score,
+      policy_loss=policy_loss,
+      kl_estimator=kl.loss_estimator(algorithm.kl_loss.estimator),
+      on_policy=on_policy,
+      with_reference=with_reference,
+    )
   }
   score = {'actor': update.score_program(actor_score)}
   if with_critic:
     critic_score = functools.partial(
-        heads.score, config=roles.critic_model(setup), **scoring
+      heads.score, config=roles.critic_model(setup), **scoring
     )
     losses['critic'] = functools.partial(
-        update.critic_loss, score=critic_score, clip=config.critic.clip or None
+      update.critic_loss, score=critic_score, clip=config.critic.clip or None
     )
     score['critic'] = update.score_program(critic_score)
   programs = {
-      role: update.programs(
-          losses[role],
-          learners[role].optimizer,
-          learners[role].learning_rate,
-          params=states[role].params,
-          specs=learners[role].specs,
-          mesh=mesh,
-          max_grad_norm=learners[role].max_grad_norm,
-      )
-      for role in states
+    role: update.programs(
+      losses[role],
+      learners[role].optimizer,
+      learners[role].learning_rate,
+      params=states[role].params,
+      specs=learners[role].specs,
+      mesh=mesh,
+      max_grad_norm=learners[role].max_grad_norm,
+    )
+    for role in states
   }
   relayout = engine.relayout_program(
-      mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
+    mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
   )
   by_rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, mesh=mesh)
 
   def validate():
     with timer('evaluate'):
       values, rows, events = evaluate.evaluate(
-          relayout(states['actor'].params),
-          setup.validation,
-          setup.tokenizer,
-          setup.rewards,
-          setup.reward_weights,
-          seed=seed,
-          stage=setup.name,
-          step=host.step,
-          timeout_s=config.reward_timeout_s,
-          default=config.reward_on_timeout,
-          **setup.sampler(1),
+        relayout(states['actor'].params),
+        setup.validation,
+        setup.tokenizer,
+        setup.rewards,
+        setup.reward_weights,
+        seed=seed,
+        stage=setup.name,
+        step=host.step,
+        timeout_s=config.reward_timeout_s,
+        default=config.reward_on_timeout,
+        **setup.sampler(1),
       )
     run.events(events)
     run.writer.samples(rows)
@@ -165,7 +170,7 @@ def train(
 
   # ---- Before the first step ----------------------------------------------
   run.console.start_stage(
-      setup.name, numbers.steps, done=host.step - setup.first_step
+    setup.name, numbers.steps, done=host.step - setup.first_step
   )
   before = restored is None and config.evaluation.before_train
   if setup.validation and (before or config.evaluation.only):
@@ -183,23 +188,23 @@ def train(
     with timer('gen'):
       prompts = setup.train.batch(host.cursor, config.rollout.prompts_per_step)
       rollout = engine.generate(
-          relayout(states['actor'].params),
-          [prompt.ids for prompt in prompts],
-          keys.key(seed, 'rollout', step),
-          temperature=config.rollout.temperature,
-          top_k=config.rollout.top_k,
-          top_p=config.rollout.top_p,
-          policy_version=host.policy_version,
-          **setup.sampler(samples),
+        relayout(states['actor'].params),
+        [prompt.ids for prompt in prompts],
+        keys.key(seed, 'rollout', step),
+        temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+        policy_version=host.policy_version,
+        **setup.sampler(samples),
       )
     minibatches = experience_lib.split(
-        rollout,
-        numbers.minibatches_per_step,
-        seed=seed,
-        step=step,
-        tokens_per_row=config.training.tokens_per_row,
-        rows_per_microbatch=numbers.rows_per_microbatch,
-        share_prefix=config.rollout.share_prefix,
+      rollout,
+      numbers.minibatches_per_step,
+      seed=seed,
+      step=step,
+      tokens_per_row=config.training.tokens_per_row,
+      rows_per_microbatch=numbers.rows_per_microbatch,
+      share_prefix=config.rollout.share_prefix,
     )
 
     # ---- Old log-probs, reference, values ---------------------------------
@@ -214,12 +219,12 @@ def train(
             **by_rows,
         )  # fmt: skip
       measured |= update.sampler_gap(
-          old_logprobs, rollout.logprobs, rollout.mask
+        old_logprobs, rollout.logprobs, rollout.mask
       )
     if with_reference:
       with timer('ref'):
         reference_logprobs, _ = experience_lib.run_score(
-            score['actor'], reference, minibatches, rollout, **by_rows
+          score['actor'], reference, minibatches, rollout, **by_rows
         )
     if with_critic:
       with timer('values'):
@@ -235,12 +240,12 @@ def train(
       texts = evaluate.responses(rollout, setup.tokenizer)
       asked = evaluate.prompts_of(rollout, prompts)
       rewards = rewards_lib.evaluate(
-          setup.rewards,
-          setup.reward_weights,
-          texts,
-          [prompt.example for prompt in asked],
-          timeout_s=config.reward_timeout_s,
-          default=config.reward_on_timeout,
+        setup.rewards,
+        setup.reward_weights,
+        texts,
+        [prompt.example for prompt in asked],
+        timeout_s=config.reward_timeout_s,
+        default=config.reward_on_timeout,
       )
     run.events(rewards.events)
     rejected = rewards.dropped | (algorithm.mask_truncated & rollout.truncated)
@@ -251,27 +256,27 @@ def train(
     with timer('adv'):
       if algorithm.kl_reward.coef:
         penalty = np.asarray(
-            kl.estimator(algorithm.kl_reward.estimator)(
-                old_logprobs, reference_logprobs, mask=rollout.mask
-            )
+          kl.estimator(algorithm.kl_reward.estimator)(
+            old_logprobs, reference_logprobs, mask=rollout.mask
+          )
         )
         mean_kl = metrics.mean(penalty, rollout.mask)
         measured['kl/reward'] = mean_kl
         measured['kl/reward_coef'] = metrics.mean(host.kl_reward.coef)
       experience = experience_lib.estimate(
-          rollout,
-          rewards.values,
-          rewards.scores,
-          old_logprobs,
-          reference_logprobs,
-          values,
-          bootstrap,
-          estimator=algorithm.advantages,
-          gamma=algorithm.gamma,
-          lam=algorithm.lam,
-          whiten=algorithm.whiten,
-          kl=penalty,
-          kl_coef=host.kl_reward.coef,
+        rollout,
+        rewards.values,
+        rewards.scores,
+        old_logprobs,
+        reference_logprobs,
+        values,
+        bootstrap,
+        estimator=algorithm.advantages,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        whiten=algorithm.whiten,
+        kl=penalty,
+        kl_coef=host.kl_reward.coef,
       )
       batches = [
           experience_lib.token_batch(
@@ -281,7 +286,7 @@ def train(
           for batch in minibatches
       ]  # fmt: skip
     measured |= experience_lib.statistics(
-        experience, list(setup.rewards), with_critic=with_critic
+      experience, list(setup.rewards), with_critic=with_critic
     )
 
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
@@ -291,17 +296,17 @@ def train(
         continue
       with timer(f'update_{role}'):
         order = experience_lib.update_order(
-            len(batches), config.training.epochs_per_step, seed=seed, step=step
+          len(batches), config.training.epochs_per_step, seed=seed, step=step
         )
         for index in order:
           states[role], new = update.update(
-              states[role],
-              experience_lib.slices(
-                  batches[index], numbers.rows_per_microbatch, mesh
-              ),
-              coefs,
-              programs=programs[role],
-              prefix=role,
+            states[role],
+            experience_lib.slices(
+              batches[index], numbers.rows_per_microbatch, mesh
+            ),
+            coefs,
+            programs=programs[role],
+            prefix=role,
           )
           measured = metrics.merge(measured, new)
         jax.block_until_ready(states[role].params)
@@ -314,10 +319,10 @@ def train(
     run.count_skipped(values)
     run.add_step(rewards.scores, rejected, rollout.lengths.sum())
     host.kl_reward = kl.update(
-        host.kl_reward, values.get('kl/reward', np.nan), len(texts)
+      host.kl_reward, values.get('kl/reward', np.nan), len(texts)
     )
     host.kl_loss = kl.update(
-        host.kl_loss, values.get('kl/reference', np.nan), len(texts)
+      host.kl_loss, values.get('kl/reference', np.nan), len(texts)
     )
     if run.due(config.dump_every, setup):
       rows = evaluate.sample_rows(
@@ -331,14 +336,13 @@ def train(
     if setup.validation and run.due(config.evaluation.every, setup):
       values |= validate()
     values |= timings | {
-        'timing_s/step': seconds,
-        'perf/tokens_per_second_per_device': (
-            rollout.lengths.sum() / seconds / mesh.size
-        ),
-        'perf/padding': 1 - np.mean(
-            [experience_lib.efficiency(batch) for batch in minibatches]
-        ),
-        'training/epoch': setup.train.epoch(host.cursor),
+      'timing_s/step': seconds,
+      'perf/tokens_per_second_per_device': (
+        rollout.lengths.sum() / seconds / mesh.size
+      ),
+      'perf/padding': 1
+      - np.mean([experience_lib.efficiency(batch) for batch in minibatches]),
+      'training/epoch': setup.train.epoch(host.cursor),
     }
     run.log(values)
     if run.due(config.checkpoint.every, setup):

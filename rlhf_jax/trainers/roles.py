@@ -29,25 +29,23 @@ class Learner:
   max_grad_norm: float
 
 
-def learner(
-    setup: setup_lib.Setup, role: str, total_updates: int
-) -> Learner:
+def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
   """The optimiser of 'actor' or 'critic' and its weight table."""
   config = setup.config[role].optimizer
   learning_rate = optim.schedule(
-      config.learning_rate,
-      warmup_updates=config.warmup_updates,
-      decay=config.decay,
-      total_updates=total_updates,
-      end_fraction=config.end_fraction,
+    config.learning_rate,
+    warmup_updates=config.warmup_updates,
+    decay=config.decay,
+    total_updates=total_updates,
+    end_fraction=config.end_fraction,
   )
   optimizer = optim.adamw(
-      learning_rate,
-      b1=config.b1,
-      b2=config.b2,
-      eps=config.eps,
-      weight_decay=config.weight_decay,
-      max_grad_norm=config.max_grad_norm,
+    learning_rate,
+    b1=config.b1,
+    b2=config.b2,
+    eps=config.eps,
+    weight_decay=config.weight_decay,
+    max_grad_norm=config.max_grad_norm,
   )
   specs = state_lib.specs_of(_model_of(setup, role), role)
   return Learner(specs, optimizer, learning_rate, config.max_grad_norm)
@@ -59,7 +57,7 @@ def critic_model(setup: setup_lib.Setup):
 
 
 def actor_params(
-    setup: setup_lib.Setup, params: types.PyTree | None
+  setup: setup_lib.Setup, params: types.PyTree | None
 ) -> types.PyTree:
   """The last stage's parameters, or those of the model folder, or fresh."""
   if params is not None:
@@ -72,9 +70,7 @@ def actor_params(
   return state_lib.init_params(setup.model, 'actor', key, setup.mesh)
 
 
-def critic_params(
-    setup: setup_lib.Setup, actor: types.PyTree
-) -> types.PyTree:
+def critic_params(setup: setup_lib.Setup, actor: types.PyTree) -> types.PyTree:
   """From `critic.path`, else a copy of the actor; the value head is zero."""
   if not setup.config.critic.path:
     return state_lib.critic_from_actor(setup.model, actor, setup.mesh)
@@ -85,30 +81,30 @@ def critic_params(
 
 
 def create(
-    setup: setup_lib.Setup, learner_: Learner, params: types.PyTree
+  setup: setup_lib.Setup, learner_: Learner, params: types.PyTree
 ) -> state_lib.TrainState:
   """A train state around parameters."""
   return state_lib.create(
-      params, learner_.optimizer, setup.mesh, learner_.specs
+    params, learner_.optimizer, setup.mesh, learner_.specs
   )
 
 
 def restore(
-    setup: setup_lib.Setup,
-    learners: dict[str, Learner],
-    checkpoints: ocp.CheckpointManager,
-    step: int,
+  setup: setup_lib.Setup,
+  learners: dict[str, Learner],
+  checkpoints: ocp.CheckpointManager,
+  step: int,
 ) -> dict[str, state_lib.TrainState]:
   """The train states of a checkpoint, by role."""
   abstract = {
-      role: state_lib.abstract(one.optimizer, setup.mesh, one.specs)
-      for role, one in learners.items()
+    role: state_lib.abstract(one.optimizer, setup.mesh, one.specs)
+    for role, one in learners.items()
   }
   return checkpoint.restore_arrays(checkpoints, step, abstract)
 
 
 def begin_reference(
-    setup: setup_lib.Setup, workdir, params: types.PyTree, untouched: bool
+  setup: setup_lib.Setup, workdir, params: types.PyTree, untouched: bool
 ) -> tuple[types.PyTree, dict]:
   """Keeps a copy of the actor, and says how a resumed run finds it again.
 
@@ -131,7 +127,7 @@ def begin_reference(
 
 
 def restore_reference(
-    setup: setup_lib.Setup, workdir, where: dict
+  setup: setup_lib.Setup, workdir, where: dict
 ) -> types.PyTree:
   """The reference that `begin_reference` described.
 
@@ -144,9 +140,9 @@ def restore_reference(
     found = checkpoint.fingerprint(where['path'])
     if found != where['sha256']:
       raise ValueError(
-          f'the reference of stage {setup.name!r} was {where["path"]} with hash'
-          f' {where["sha256"][:12]}, now it has {found[:12]}: put the original'
-          ' model back to resume'
+        f'the reference of stage {setup.name!r} was {where["path"]} with hash'
+        f' {where["sha256"][:12]}, now it has {found[:12]}: put the original'
+        ' model back to resume'
       )
     return jax.device_put(hf.load(where['path'], setup.model), shardings)
   abstract = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)

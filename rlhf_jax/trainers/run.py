@@ -60,14 +60,14 @@ class Run:
     began = time.time()
     self.host.wall_time_s = began - self.started
     checkpoint.save(
-        self.checkpoints, self.host.step, arrays, self.host.to_json()
+      self.checkpoints, self.host.step, arrays, self.host.to_json()
     )
     self.writer.event(
-        'checkpoint',
-        f'saved step {self.host.step}',
-        stage=self.host.stage,
-        step=self.host.step,
-        seconds=time.time() - began,
+      'checkpoint',
+      f'saved step {self.host.step}',
+      stage=self.host.stage,
+      step=self.host.step,
+      seconds=time.time() - began,
     )
 
   def log(self, values: dict[str, float]) -> None:
@@ -97,7 +97,7 @@ class Run:
     return at_end or (every > 0 and done % every == 0)
 
   def add_step(
-      self, scores: np.ndarray, rejected: np.ndarray, tokens: int
+    self, scores: np.ndarray, rejected: np.ndarray, tokens: int
   ) -> None:
     """Adds a step's scores, rejected sequences and tokens to the totals."""
     add_scores(self.host, scores)
@@ -111,38 +111,36 @@ class Run:
       if count:
         self.host.skipped_updates += count
         self.writer.event(
-            'skipped_update',
-            f'{count} {role} updates had a gradient that is not finite and'
-            ' were skipped',
-            stage=self.host.stage,
-            step=self.host.step,
-            count=count,
+          'skipped_update',
+          f'{count} {role} updates had a gradient that is not finite and'
+          ' were skipped',
+          stage=self.host.stage,
+          step=self.host.step,
+          count=count,
         )
 
   def events(self, events: list[dict[str, Any]]) -> None:
     """Writes events of rewards and the like, with stage and step."""
     for event in events:
-      self.writer.event(
-          **event, stage=self.host.stage, step=self.host.step
-      )
+      self.writer.event(**event, stage=self.host.stage, step=self.host.step)
 
   def finish(self, reason: str, total_steps: int) -> dict[str, Any]:
     """Writes `summary.json`."""
     host = self.host
     summary = dict(
-        exit_reason=reason,
-        step=host.step,
-        steps=total_steps,
-        stage=host.stage,
-        wall_time_s=time.time() - self.started,
-        tokens=host.tokens,
-        best=host.best,
-        last=host.last,
-        score=_moments(host.scores),
-        skipped_updates=host.skipped_updates,
-        dropped_sequences=host.dropped_sequences,
-        devices=f'{jax.device_count()} x {jax.devices()[0].device_kind}',
-        jax=jax.__version__,
+      exit_reason=reason,
+      step=host.step,
+      steps=total_steps,
+      stage=host.stage,
+      wall_time_s=time.time() - self.started,
+      tokens=host.tokens,
+      best=host.best,
+      last=host.last,
+      score=_moments(host.scores),
+      skipped_updates=host.skipped_updates,
+      dropped_sequences=host.dropped_sequences,
+      devices=f'{jax.device_count()} x {jax.devices()[0].device_kind}',
+      jax=jax.__version__,
     )
     self.writer.summary(summary)
     return summary
@@ -158,11 +156,11 @@ def add_scores(host: state_lib.HostState, scores: np.ndarray) -> None:
   count = old['count'] + len(scores)
   delta = scores.mean() - old['mean']
   host.scores = dict(
-      count=count,
-      mean=old['mean'] + delta * len(scores) / count,
-      m2=old['m2']
-      + float(((scores - scores.mean()) ** 2).sum())
-      + delta**2 * old['count'] * len(scores) / count,
+    count=count,
+    mean=old['mean'] + delta * len(scores) / count,
+    m2=old['m2']
+    + float(((scores - scores.mean()) ** 2).sum())
+    + delta**2 * old['count'] * len(scores) / count,
   )
 
 
@@ -187,7 +185,7 @@ def show_finished(workdir: pathlib.Path) -> bool:
 
 
 def introduce(
-    run: Run, setups: list[setup_lib.Setup], notes: list[str]
+  run: Run, setups: list[setup_lib.Setup], notes: list[str]
 ) -> None:
   """Prints the resolved config and the derived numbers of every stage."""
   for key, value in _flat(run.config).items():
@@ -218,10 +216,10 @@ def conclude(run: Run, summary: dict[str, Any]) -> None:
   commands = [f'python launch/report.py --workdir={workdir}']
   if summary['exit_reason'] == 'finished':
     commands = [
-        f'open {workdir / "report.html"}',
-        f'tail -n 3 {workdir / "samples.jsonl"}',
-        'python launch/train.py --config=configs/ppo_smollm2_arithmetic.py'
-        ' --config.model.path=MODEL_FOLDER --workdir=runs/smollm2',
+      f'open {workdir / "report.html"}',
+      f'tail -n 3 {workdir / "samples.jsonl"}',
+      'python launch/train.py --config=configs/ppo_smollm2_arithmetic.py'
+      ' --config.model.path=MODEL_FOLDER --workdir=runs/smollm2',
     ]
   run.console.finish(_short(summary), commands)
   run.writer.close()
@@ -230,8 +228,8 @@ def conclude(run: Run, summary: dict[str, Any]) -> None:
 def _short(summary: dict[str, Any]) -> dict[str, Any]:
   """The lines of a summary that fit a terminal."""
   short = {
-      key: summary[key]
-      for key in ('exit_reason', 'step', 'steps', 'wall_time_s', 'tokens')
+    key: summary[key]
+    for key in ('exit_reason', 'step', 'steps', 'wall_time_s', 'tokens')
   }
   best = summary['best']
   if best:
@@ -245,7 +243,7 @@ def _short(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_workdir(
-    workdir: pathlib.Path, config: dict[str, Any], resume: str
+  workdir: pathlib.Path, config: dict[str, Any], resume: str
 ) -> None:
   """Refuses a workdir that holds something else.
 
@@ -256,31 +254,33 @@ def check_workdir(
     raise ValueError(f'--resume={resume} is not one of {list(RESUME)}')
   if workdir.exists() and not workdir.is_dir():
     raise ValueError(f'--workdir={workdir} is a file, expected a folder')
-  content = sorted(p.name for p in workdir.iterdir()) if workdir.exists() else []
+  content = (
+    sorted(p.name for p in workdir.iterdir()) if workdir.exists() else []
+  )
   if resume == 'never' and content:
     raise ValueError(
-        f'--resume=never, but {workdir} is not empty: {content[:5]}; name'
-        ' another workdir or use --resume=auto'
+      f'--resume=never, but {workdir} is not empty: {content[:5]}; name'
+      ' another workdir or use --resume=auto'
     )
   if resume == 'must' and not _has_checkpoint(workdir):
     raise ValueError(
-        f'--resume=must, but {workdir} holds no checkpoint; use --resume=auto'
-        ' to start'
+      f'--resume=must, but {workdir} holds no checkpoint; use --resume=auto'
+      ' to start'
     )
   if not content:
     return
   path = workdir / writers.CONFIG
   if not path.exists():
     raise ValueError(
-        f'{workdir} is not empty and not the workdir of a run (no'
-        f' {writers.CONFIG}): {content[:5]}; name another workdir'
+      f'{workdir} is not empty and not the workdir of a run (no'
+      f' {writers.CONFIG}): {content[:5]}; name another workdir'
     )
   lines = difference(json.loads(path.read_text()), config)
   if lines:
     raise ValueError(
-        f'{workdir} holds another run; its config differs:\n  '
-        + '\n  '.join(lines)
-        + '\nname another workdir, or run with the old config to resume'
+      f'{workdir} holds another run; its config differs:\n  '
+      + '\n  '.join(lines)
+      + '\nname another workdir, or run with the old config to resume'
     )
 
 
@@ -288,10 +288,10 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
   """`key: old -> new` of every value that differs and is not harmless."""
   old, new = _flat(old), _flat(new)
   return [
-      f'{key}: {old.get(key, "(absent)")} -> {new.get(key, "(absent)")}'
-      for key in sorted(old.keys() | new.keys())
-      if not key.startswith(HARMLESS)
-      and old.get(key, '(absent)') != new.get(key, '(absent)')
+    f'{key}: {old.get(key, "(absent)")} -> {new.get(key, "(absent)")}'
+    for key in sorted(old.keys() | new.keys())
+    if not key.startswith(HARMLESS)
+    and old.get(key, '(absent)') != new.get(key, '(absent)')
   ]
 
 
@@ -311,13 +311,13 @@ def _has_checkpoint(workdir: pathlib.Path) -> bool:
 
 
 def open_run(
-    workdir: pathlib.Path,
-    config: dict[str, Any],
-    setups: list[setup_lib.Setup],
-    *,
-    keep: int,
-    tensorboard: bool,
-    wandb: str,
+  workdir: pathlib.Path,
+  config: dict[str, Any],
+  setups: list[setup_lib.Setup],
+  *,
+  keep: int,
+  tensorboard: bool,
+  wandb: str,
 ) -> Run:
   """Opens files and checkpoints; goes on from the newest checkpoint.
 
@@ -330,10 +330,10 @@ def open_run(
     wandb: project, '' is off.
   """
   writer = writers.RunWriter(
-      workdir,
-      primary=jax.process_index() == 0,
-      tensorboard=tensorboard,
-      wandb=dict(project=wandb, name=workdir.name) if wandb else None,
+    workdir,
+    primary=jax.process_index() == 0,
+    tensorboard=tensorboard,
+    wandb=dict(project=wandb, name=workdir.name) if wandb else None,
   )
   again = (workdir / writers.CONFIG).exists()
   writer.config(config)
@@ -342,21 +342,21 @@ def open_run(
   host = state_lib.HostState(seed=config['seed'])
   if step is not None:
     host = state_lib.HostState.from_json(
-        checkpoint.restore_host(checkpoints, step)
+      checkpoint.restore_host(checkpoints, step)
     )
     writer.event(
-        'resume', f'goes on after step {step}', stage=host.stage, step=step
+      'resume', f'goes on after step {step}', stage=host.stage, step=step
     )
   elif again:
     writer.event('restart', 'no checkpoint yet: starts from the beginning')
   total = sum(setup.numbers.steps for setup in setups)
   return Run(
-      workdir=workdir,
-      config=config,
-      writer=writer,
-      console=console_lib.Console(total, [setup.name for setup in setups]),
-      checkpoints=checkpoints,
-      host=host,
-      restored_step=step,
-      started=time.time() - host.wall_time_s,
+    workdir=workdir,
+    config=config,
+    writer=writer,
+    console=console_lib.Console(total, [setup.name for setup in setups]),
+    checkpoints=checkpoints,
+    host=host,
+    restored_step=step,
+    started=time.time() - host.wall_time_s,
   )

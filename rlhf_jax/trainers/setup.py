@@ -64,17 +64,17 @@ class Setup:
     """Keywords of `engine.generate` that stay the same all stage."""
     config = self.config
     return dict(
-        config=self.model,
-        mesh=self.mesh,
-        shape=engine.Shape(
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_new_tokens=config.rollout.max_new_tokens,
-            slots=config.rollout.slots,
-            samples_per_prompt=samples_per_prompt,
-        ),
-        stop_ids=self.stop_ids,
-        prefix=self.prefix,
-        dtype=dtype(config.rollout.dtype),
+      config=self.model,
+      mesh=self.mesh,
+      shape=engine.Shape(
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
+        slots=config.rollout.slots,
+        samples_per_prompt=samples_per_prompt,
+      ),
+      stop_ids=self.stop_ids,
+      prefix=self.prefix,
+      dtype=dtype(config.rollout.dtype),
     )
 
 
@@ -104,15 +104,15 @@ def stage_config(config: ConfigDict, overrides: dict) -> ConfigDict:
   Raises:
     ValueError: an override names no key; suggests the nearest one.
   """
-  copy = ConfigDict(config)
+  copy = config.copy_and_resolve_references()  # nested parts too
   copy.lock()
   known = keys_of(config)
   for name, value in overrides.items():
     if name not in known:
       near = difflib.get_close_matches(name, known, 1)
       raise ValueError(
-          f'stage override {name!r} is not a config key'
-          + (f'; did you mean {near[0]!r}?' if near else '')
+        f'stage override {name!r} is not a config key'
+        + (f'; did you mean {near[0]!r}?' if near else '')
       )
     *parents, leaf = name.split('.')
     at = copy
@@ -137,11 +137,13 @@ def check_overrides(config: ConfigDict, from_flags: set[str]) -> list[str]:
     own = [name for name, _, overrides in config.stages if key in overrides]
     if own and len(own) == len(config.stages):
       raise ValueError(
-          f'--config.{key} would change nothing: every stage ({", ".join(own)})'
-          ' sets it for itself; change it in the config file'
+        f'--config.{key} would change nothing: every stage ({", ".join(own)})'
+        ' sets it for itself; change it in the config file'
       )
     if own:
-      notes.append(f'--config.{key}: stage {", ".join(own)} keeps its own value')
+      notes.append(
+        f'--config.{key}: stage {", ".join(own)} keeps its own value'
+      )
   return notes
 
 
@@ -164,8 +166,8 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   for name, trainer, overrides in config.stages:
     if trainer not in trainers:
       raise ValueError(
-          f'stage {name!r} asks for the trainer {trainer!r}: choose one of'
-          f' {sorted(trainers)}'
+        f'stage {name!r} asks for the trainer {trainer!r}: choose one of'
+        f' {sorted(trainers)}'
       )
     try:
       setup = _stage(
@@ -182,19 +184,19 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
 def _mesh(config) -> jax.sharding.Mesh:
   if jax.process_count() > 1:
     raise ValueError(
-        f'{jax.process_count()} processes: runs of several processes are not'
-        ' supported yet, start one process with all its devices'
+      f'{jax.process_count()} processes: runs of several processes are not'
+      ' supported yet, start one process with all its devices'
     )
   devices = jax.devices()
   if not 0 <= config.mesh.devices <= len(devices):
     raise ValueError(
-        f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
+      f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
     )
   return mesh_lib.make(
-      config.mesh.data,
-      config.mesh.fsdp,
-      config.mesh.tensor,
-      devices=devices[: config.mesh.devices or len(devices)],
+    config.mesh.data,
+    config.mesh.fsdp,
+    config.mesh.tensor,
+    devices=devices[: config.mesh.devices or len(devices)],
   )
 
 
@@ -202,15 +204,15 @@ def _model(config) -> model_config.ModelConfig:
   architecture = config.model.architecture.to_dict()
   if config.model.path and architecture:
     raise ValueError(
-        'model.path and model.architecture are both set: a model comes from a'
-        ' folder or from scratch'
+      'model.path and model.architecture are both set: a model comes from a'
+      ' folder or from scratch'
     )
   if config.model.path:
     return hf.load_config(config.model.path)
   if not architecture:
     raise ValueError(
-        'no model: set model.path to a Hugging Face folder or hub id, or'
-        ' model.architecture for one from scratch'
+      'no model: set model.path to a Hugging Face folder or hub id, or'
+      ' model.architecture for one from scratch'
     )
   return model_config.ModelConfig(**architecture)
 
@@ -220,24 +222,24 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   stop = tuple(sorted(tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)))
   if not config.data.train.source:
     raise ValueError(
-        f'data.train.source is empty: choose one of {sorted(sources.SOURCES)}'
+      f'data.train.source is empty: choose one of {sorted(sources.SOURCES)}'
     )
   train = sources.load(
-      config.data.train.source, **config.data.train.args.to_dict()
+    config.data.train.source, **config.data.train.args.to_dict()
   )
   held_out = []
   if config.data.validation.source:
     held_out = sources.load(
-        config.data.validation.source, **config.data.validation.args.to_dict()
+      config.data.validation.source, **config.data.validation.args.to_dict()
     )
     sources.check_disjoint(train, held_out)
     train = sources.exclude(train, held_out)
   render = dict(
-      max_prompt_length=config.data.max_prompt_tokens,
-      overlong=config.data.overlong,
-      chat=config.data.chat,
-      prompt_format=config.data.prompt_format,
-      system=config.data.system,
+    max_prompt_length=config.data.max_prompt_tokens,
+    overlong=config.data.overlong,
+    chat=config.data.chat,
+    prompt_format=config.data.prompt_format,
+    system=config.data.system,
   )
   stream = pipeline.PromptStream(train, tokenizer, seed=config.seed, **render)
   validation = []
@@ -248,30 +250,30 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   elif config.evaluation.only:
     raise ValueError('evaluation.only needs data.validation.source')
   rewards = {
-      key: reward_rules.load(value.rule, **value.args.to_dict())
-      for key, value in config.rewards.items()
+    key: reward_rules.load(value.rule, **value.args.to_dict())
+    for key, value in config.rewards.items()
   }
   if trainer == 'ppo':
     _check_ppo(config, model, rewards)
   numbers = _numbers(config, trainer, mesh, model, len(stream))
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(
-      name=name,
-      trainer=trainer,
-      config=config,
-      first_step=first,
-      numbers=numbers,
-      mesh=mesh,
-      model=model,
-      tokenizer=tokenizer,
-      stop_ids=stop,
-      train=stream,
-      validation=validation,
-      prefix=_prefix(probe) if config.rollout.share_prefix else np.zeros(0, int),
-      rewards=rewards,
-      reward_weights={
-          key: float(value.weight) for key, value in config.rewards.items()
-      },
+    name=name,
+    trainer=trainer,
+    config=config,
+    first_step=first,
+    numbers=numbers,
+    mesh=mesh,
+    model=model,
+    tokenizer=tokenizer,
+    stop_ids=stop,
+    train=stream,
+    validation=validation,
+    prefix=_prefix(probe) if config.rollout.share_prefix else np.zeros(0, int),
+    rewards=rewards,
+    reward_weights={
+      key: float(value.weight) for key, value in config.rewards.items()
+    },
   )
 
 
@@ -288,50 +290,50 @@ def _numbers(config, trainer, mesh, model, prompts_in_data) -> Numbers:
   """The batch arithmetic; every division must be exact."""
   rollout, training = config.rollout, config.training
   for key, value in {
-      'rollout.prompts_per_step': rollout.prompts_per_step,
-      'rollout.samples_per_prompt': rollout.samples_per_prompt,
-      'rollout.max_new_tokens': rollout.max_new_tokens,
-      'data.max_prompt_tokens': config.data.max_prompt_tokens,
-      'training.sequences_per_minibatch': training.sequences_per_minibatch,
-      'training.epochs_per_step': training.epochs_per_step,
-      'training.tokens_per_row': training.tokens_per_row,
-      'training.tokens_per_microbatch': training.tokens_per_microbatch,
+    'rollout.prompts_per_step': rollout.prompts_per_step,
+    'rollout.samples_per_prompt': rollout.samples_per_prompt,
+    'rollout.max_new_tokens': rollout.max_new_tokens,
+    'data.max_prompt_tokens': config.data.max_prompt_tokens,
+    'training.sequences_per_minibatch': training.sequences_per_minibatch,
+    'training.epochs_per_step': training.epochs_per_step,
+    'training.tokens_per_row': training.tokens_per_row,
+    'training.tokens_per_microbatch': training.tokens_per_microbatch,
   }.items():
     if value < 1:
       raise ValueError(f'{key}={value} must be 1 or more')
   longest = config.data.max_prompt_tokens + rollout.max_new_tokens
   if longest > model.max_positions:
     raise ValueError(
-        f'data.max_prompt_tokens={config.data.max_prompt_tokens} and'
-        f' rollout.max_new_tokens={rollout.max_new_tokens} make sequences of'
-        f' {longest} tokens, the model has {model.max_positions} positions'
+      f'data.max_prompt_tokens={config.data.max_prompt_tokens} and'
+      f' rollout.max_new_tokens={rollout.max_new_tokens} make sequences of'
+      f' {longest} tokens, the model has {model.max_positions} positions'
     )
   if longest > training.tokens_per_row:
     raise ValueError(
-        f'training.tokens_per_row={training.tokens_per_row} cannot hold the longest'
-        f' sequence of {longest} tokens (max_prompt_tokens + max_new_tokens):'
-        ' raise tokens_per_row'
+      f'training.tokens_per_row={training.tokens_per_row} cannot hold the longest'
+      f' sequence of {longest} tokens (max_prompt_tokens + max_new_tokens):'
+      ' raise tokens_per_row'
     )
   if training.tokens_per_microbatch % training.tokens_per_row:
     raise ValueError(
-        f'training.tokens_per_microbatch={training.tokens_per_microbatch} must be a'
-        f' multiple of training.tokens_per_row={training.tokens_per_row}'
+      f'training.tokens_per_microbatch={training.tokens_per_microbatch} must be a'
+      f' multiple of training.tokens_per_row={training.tokens_per_row}'
     )
   if trainer == 'ppo':
     prompts = rollout.prompts_per_step
     sequences = prompts * rollout.samples_per_prompt
     if training.sequences_per_minibatch % rollout.samples_per_prompt:
       raise ValueError(
-          'training.sequences_per_minibatch='
-          f'{training.sequences_per_minibatch} must be a multiple of'
-          f' rollout.samples_per_prompt={rollout.samples_per_prompt}: the'
-          ' samples of a prompt stay in one mini-batch'
+        'training.sequences_per_minibatch='
+        f'{training.sequences_per_minibatch} must be a multiple of'
+        f' rollout.samples_per_prompt={rollout.samples_per_prompt}: the'
+        ' samples of a prompt stay in one mini-batch'
       )
     if sequences % training.sequences_per_minibatch:
       raise ValueError(
-          f'{prompts} prompts x {rollout.samples_per_prompt} samples ='
-          f' {sequences} sequences per step cannot be divided into mini-batches'
-          f' of training.sequences_per_minibatch={training.sequences_per_minibatch}'
+        f'{prompts} prompts x {rollout.samples_per_prompt} samples ='
+        f' {sequences} sequences per step cannot be divided into mini-batches'
+        f' of training.sequences_per_minibatch={training.sequences_per_minibatch}'
       )
     minibatches = sequences // training.sequences_per_minibatch
     updates = minibatches * training.epochs_per_step
@@ -340,31 +342,31 @@ def _numbers(config, trainer, mesh, model, prompts_in_data) -> Numbers:
     minibatches = updates = 1
   if prompts > prompts_in_data:
     raise ValueError(
-        f'a step takes {prompts} prompts, the training set has'
-        f' {prompts_in_data}: lower the batch or add data'
+      f'a step takes {prompts} prompts, the training set has'
+      f' {prompts_in_data}: lower the batch or add data'
     )
   if (config.steps > 0) == (config.epochs > 0):
     raise ValueError(
-        f'set the length of the stage by one of steps={config.steps} and'
-        f' epochs={config.epochs}'
+      f'set the length of the stage by one of steps={config.steps} and'
+      f' epochs={config.epochs}'
     )
   steps = config.steps or math.floor(config.epochs * prompts_in_data / prompts)
   if steps < 1:
     raise ValueError(
-        f'epochs={config.epochs} of {prompts_in_data} prompts are less than one'
-        f' step of {prompts} prompts'
+      f'epochs={config.epochs} of {prompts_in_data} prompts are less than one'
+      f' step of {prompts} prompts'
     )
   groups = mesh_lib.data_groups(mesh)
   return Numbers(
-      steps=steps,
-      sequences_per_step=sequences,
-      minibatches_per_step=minibatches,
-      updates_per_step=updates,
-      longest_sequence=longest,
-      rows_per_microbatch=(
-          training.tokens_per_microbatch // training.tokens_per_row * groups
-      ),
-      tokens_per_microbatch=training.tokens_per_microbatch * groups,
+    steps=steps,
+    sequences_per_step=sequences,
+    minibatches_per_step=minibatches,
+    updates_per_step=updates,
+    longest_sequence=longest,
+    rows_per_microbatch=(
+      training.tokens_per_microbatch // training.tokens_per_row * groups
+    ),
+    tokens_per_microbatch=training.tokens_per_microbatch * groups,
   )
 
 
@@ -373,19 +375,19 @@ def _check_ppo(config, model, rewards) -> None:
   algorithm = config.algorithm
   if not rewards:
     raise ValueError(
-        f'no rewards: add one of {sorted(reward_rules.RULES)} to config.rewards'
+      f'no rewards: add one of {sorted(reward_rules.RULES)} to config.rewards'
     )
   if config.rollout.temperature <= 0:
     raise ValueError(
-        f'rollout.temperature={config.rollout.temperature} is greedy: it has no'
-        ' log-probs to train on; set it above 0'
+      f'rollout.temperature={config.rollout.temperature} is greedy: it has no'
+      ' log-probs to train on; set it above 0'
     )
   advantages.estimator(algorithm.advantages)
   policy_losses.loss(algorithm.policy_loss)
   if algorithm.aggregation not in aggregation.MODES:
     raise ValueError(
-        f'algorithm.aggregation={algorithm.aggregation!r} is not one of'
-        f' {sorted(aggregation.MODES)}'
+      f'algorithm.aggregation={algorithm.aggregation!r} is not one of'
+      f' {sorted(aggregation.MODES)}'
     )
   kl.estimator(algorithm.kl_reward.estimator)
   kl.loss_estimator(algorithm.kl_loss.estimator)
@@ -394,8 +396,8 @@ def _check_ppo(config, model, rewards) -> None:
   with_critic = algorithm.advantages in advantages.CRITIC_ESTIMATORS
   if config.rollout.samples_per_prompt < 2 and not with_critic:
     raise ValueError(
-        f'algorithm.advantages={algorithm.advantages!r} compares the samples of'
-        ' a prompt: set rollout.samples_per_prompt to 2 or more'
+      f'algorithm.advantages={algorithm.advantages!r} compares the samples of'
+      ' a prompt: set rollout.samples_per_prompt to 2 or more'
     )
   if not with_critic:
     for key, unset in (
@@ -403,37 +405,37 @@ def _check_ppo(config, model, rewards) -> None:
     ):  # fmt: skip
       if algorithm[key] != unset:
         raise ValueError(
-            f'algorithm.{key}={algorithm[key]} would be ignored by'
-            f' algorithm.advantages={algorithm.advantages!r}: set it to {unset}'
+          f'algorithm.{key}={algorithm[key]} would be ignored by'
+          f' algorithm.advantages={algorithm.advantages!r}: set it to {unset}'
         )
     if config.critic.path or config.critic.warmup_steps:
       raise ValueError(
-          f'algorithm.advantages={algorithm.advantages!r} has no critic:'
-          " critic.path must be '' and critic.warmup_steps 0"
+        f'algorithm.advantages={algorithm.advantages!r} has no critic:'
+        " critic.path must be '' and critic.warmup_steps 0"
       )
   if config.critic.path:
     critic = hf.load_config(config.critic.path)
     if critic.vocab_size != model.vocab_size:
       raise ValueError(
-          f'the critic of {config.critic.path} has a vocabulary of'
-          f' {critic.vocab_size}, the policy one of {model.vocab_size}'
+        f'the critic of {config.critic.path} has a vocabulary of'
+        f' {critic.vocab_size}, the policy one of {model.vocab_size}'
       )
   if algorithm.bootstrap_truncated and algorithm.mask_truncated:
     raise ValueError(
-        'algorithm.bootstrap_truncated and algorithm.mask_truncated exclude'
-        ' each other'
+      'algorithm.bootstrap_truncated and algorithm.mask_truncated exclude'
+      ' each other'
     )
   if algorithm.policy_loss == 'reinforce':
     updates = (
-        config.rollout.prompts_per_step
-        * config.rollout.samples_per_prompt
-        // config.training.sequences_per_minibatch
-        * config.training.epochs_per_step
+      config.rollout.prompts_per_step
+      * config.rollout.samples_per_prompt
+      // config.training.sequences_per_minibatch
+      * config.training.epochs_per_step
     )
     if updates > 1:
       raise ValueError(
-          f'algorithm.policy_loss=reinforce is on-policy, a step of {updates}'
-          ' updates is not: use ppo or one mini-batch and one epoch'
+        f'algorithm.policy_loss=reinforce is on-policy, a step of {updates}'
+        ' updates is not: use ppo or one mini-batch and one epoch'
       )
 
 
@@ -443,10 +445,10 @@ def controller(config: ConfigDict) -> kl.Controller:
     return kl.fixed(config.coef)
   if config.controller == 'adaptive':
     return kl.adaptive(
-        config.coef, target=config.target, horizon=config.horizon
+      config.coef, target=config.target, horizon=config.horizon
     )
   raise ValueError(
-      f"controller={config.controller!r} is not one of ['adaptive', 'fixed']"
+    f"controller={config.controller!r} is not one of ['adaptive', 'fixed']"
   )
 
 
@@ -454,23 +456,23 @@ def describe(setup: Setup) -> list[str]:
   """The derived numbers of a stage, one line each."""
   numbers, report = setup.numbers, setup.train.report
   lines = [
-      f'stage {setup.name} ({setup.trainer}): steps {setup.first_step + 1} to'
-      f' {setup.first_step + numbers.steps}',
-      f'  training prompts       {len(setup.train)} (longest of'
-      f' {report["scanned"]} looked at: {report["longest"]} tokens;'
-      f' {report["dropped"]} dropped, {report["truncated"]} truncated)',
-      f'  validation prompts     {len(setup.validation)}',
-      f'  shared prefix          {len(setup.prefix)} tokens',
-      f'  sequences per step     {numbers.sequences_per_step}',
-      f'  updates per step       {numbers.updates_per_step}'
-      f' ({numbers.minibatches_per_step} mini-batches x'
-      f' {numbers.updates_per_step // numbers.minibatches_per_step} epochs)',
-      f'  longest sequence       {numbers.longest_sequence} tokens',
-      f'  micro-batch            {numbers.tokens_per_microbatch} tokens ='
-      f' {numbers.rows_per_microbatch} rows x'
-      f' {setup.config.training.tokens_per_row}',
-      f'  epochs over the data   '
-      f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
+    f'stage {setup.name} ({setup.trainer}): steps {setup.first_step + 1} to'
+    f' {setup.first_step + numbers.steps}',
+    f'  training prompts       {len(setup.train)} (longest of'
+    f' {report["scanned"]} looked at: {report["longest"]} tokens;'
+    f' {report["dropped"]} dropped, {report["truncated"]} truncated)',
+    f'  validation prompts     {len(setup.validation)}',
+    f'  shared prefix          {len(setup.prefix)} tokens',
+    f'  sequences per step     {numbers.sequences_per_step}',
+    f'  updates per step       {numbers.updates_per_step}'
+    f' ({numbers.minibatches_per_step} mini-batches x'
+    f' {numbers.updates_per_step // numbers.minibatches_per_step} epochs)',
+    f'  longest sequence       {numbers.longest_sequence} tokens',
+    f'  micro-batch            {numbers.tokens_per_microbatch} tokens ='
+    f' {numbers.rows_per_microbatch} rows x'
+    f' {setup.config.training.tokens_per_row}',
+    f'  epochs over the data   '
+    f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
   ]
   return lines
 

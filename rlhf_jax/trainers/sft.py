@@ -21,7 +21,7 @@ from rlhf_jax.trainers import update
 
 
 def train(
-    setup: setup_lib.Setup, run: run_lib.Run, params: types.PyTree | None
+  setup: setup_lib.Setup, run: run_lib.Run, params: types.PyTree | None
 ) -> types.PyTree:
   """Runs a supervised stage; a step is one mini-batch.
 
@@ -33,52 +33,57 @@ def train(
   Returns:
     The parameters after the last step.
   """
-  config, numbers, mesh, host = setup.config, setup.numbers, setup.mesh, run.host
+  config, numbers, mesh, host = (
+    setup.config,
+    setup.numbers,
+    setup.mesh,
+    run.host,
+  )
   last_step = setup.first_step + numbers.steps
 
   # ---- Role and programs ---------------------------------------------------
   learner = roles.learner(setup, 'actor', numbers.steps)
   restored = run.restored_in(setup.name)
   if restored is not None:
-    state = roles.restore(
-        setup, {'actor': learner}, run.checkpoints, restored
-    )['actor']
+    state = roles.restore(setup, {'actor': learner}, run.checkpoints, restored)[
+      'actor'
+    ]
   else:
     run.begin_stage(setup)
     state = roles.create(setup, learner, roles.actor_params(setup, params))
   score = functools.partial(
-      heads.score,
-      config=setup.model,
-      head_chunk=config.model.head_chunk,
-      remat=config.model.remat,
-      dtype=setup_lib.dtype(config.model.dtype),
+    heads.score,
+    config=setup.model,
+    head_chunk=config.model.head_chunk,
+    remat=config.model.remat,
+    dtype=setup_lib.dtype(config.model.dtype),
   )
   programs = update.programs(
-      functools.partial(update.supervised_loss, score=score),
-      learner.optimizer,
-      learner.learning_rate,
-      params=state.params,
-      specs=learner.specs,
-      mesh=mesh,
-      max_grad_norm=learner.max_grad_norm,
+    functools.partial(update.supervised_loss, score=score),
+    learner.optimizer,
+    learner.learning_rate,
+    params=state.params,
+    specs=learner.specs,
+    mesh=mesh,
+    max_grad_norm=learner.max_grad_norm,
   )
   relayout = engine.relayout_program(
-      mesh, learner.specs, setup_lib.dtype(config.rollout.dtype)
+    mesh, learner.specs, setup_lib.dtype(config.rollout.dtype)
   )
 
   def validate():
     values, rows, events = evaluate.evaluate(
-        relayout(state.params),
-        setup.validation,
-        setup.tokenizer,
-        setup.rewards,
-        setup.reward_weights,
-        seed=config.seed,
-        stage=setup.name,
-        step=host.step,
-        timeout_s=config.reward_timeout_s,
-        default=config.reward_on_timeout,
-        **setup.sampler(1),
+      relayout(state.params),
+      setup.validation,
+      setup.tokenizer,
+      setup.rewards,
+      setup.reward_weights,
+      seed=config.seed,
+      stage=setup.name,
+      step=host.step,
+      timeout_s=config.reward_timeout_s,
+      default=config.reward_on_timeout,
+      **setup.sampler(1),
     )
     run.events(events)
     run.writer.samples(rows)
@@ -88,7 +93,7 @@ def train(
 
   # ---- Before the first step -----------------------------------------------
   run.console.start_stage(
-      setup.name, numbers.steps, done=host.step - setup.first_step
+    setup.name, numbers.steps, done=host.step - setup.first_step
   )
   can_validate = bool(setup.validation and setup.rewards)
   before = restored is None and config.evaluation.before_train
@@ -102,16 +107,16 @@ def train(
     # ---- Data: prompts and their answers, packed ---------------------------
     prompts = setup.train.batch(host.cursor, numbers.sequences_per_step)
     examples = pipeline.supervised(
-        prompts, setup.tokenizer, width=numbers.longest_sequence
+      prompts, setup.tokenizer, width=numbers.longest_sequence
     )
     batch = pack(examples, setup)
     # ---- Update --------------------------------------------------------------
     state, measured = update.update(
-        state,
-        experience.slices(batch, numbers.rows_per_microbatch, mesh),
-        {},
-        programs=programs,
-        prefix='actor',
+      state,
+      experience.slices(batch, numbers.rows_per_microbatch, mesh),
+      {},
+      programs=programs,
+      prefix='actor',
     )
     values = metrics.compute(measured)
     # ---- Host state, metrics, evaluation, checkpoint -----------------------
@@ -124,11 +129,11 @@ def train(
     if can_validate and run.due(config.evaluation.every, setup):
       values |= validate()
     values |= {
-        'timing_s/step': seconds,
-        'perf/tokens_per_second_per_device': (
-            examples.lengths.sum() / seconds / mesh.size
-        ),
-        'training/epoch': setup.train.epoch(host.cursor),
+      'timing_s/step': seconds,
+      'perf/tokens_per_second_per_device': (
+        examples.lengths.sum() / seconds / mesh.size
+      ),
+      'training/epoch': setup.train.epoch(host.cursor),
     }
     run.log(values)
     if run.due(config.checkpoint.every, setup):
@@ -136,27 +141,25 @@ def train(
   return state.params
 
 
-def pack(
-    examples: types.Rollout, setup: setup_lib.Setup
-) -> types.TokenBatch:
+def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
   """Packs examples into rows whose weights make the loss a token mean."""
   pack_map = packing.plan(
-      examples.lengths,
-      examples.tokens.shape[1],
-      setup.config.training.tokens_per_row,
-      rows_multiple=setup.numbers.rows_per_microbatch,
+    examples.lengths,
+    examples.tokens.shape[1],
+    setup.config.training.tokens_per_row,
+    rows_multiple=setup.numbers.rows_per_microbatch,
   )
   weights = aggregation.token_weights(
-      examples.mask, setup.config.algorithm.aggregation
+    examples.mask, setup.config.algorithm.aggregation
   )
   rows = packing.rows(examples, pack_map)
   nothing = np.zeros(rows.tokens.shape, np.float32)
   return types.TokenBatch(
-      rows=rows,
-      old_logprobs=nothing,
-      reference_logprobs=nothing,
-      advantages=nothing,
-      old_values=nothing,
-      returns=nothing,
-      weights=packing.pack(np.asarray(weights), pack_map),
+    rows=rows,
+    old_logprobs=nothing,
+    reference_logprobs=nothing,
+    advantages=nothing,
+    old_values=nothing,
+    returns=nothing,
+    weights=packing.pack(np.asarray(weights), pack_map),
   )

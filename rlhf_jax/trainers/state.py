@@ -36,10 +36,10 @@ class HostState:
   cursor: int = 0  # prompts (ppo) or examples (sft) the stage has read
   policy_version: int = 0  # updates the actor of this stage has seen
   kl_reward: kl.Controller = dataclasses.field(
-      default_factory=lambda: kl.fixed(0.0)
+    default_factory=lambda: kl.fixed(0.0)
   )
   kl_loss: kl.Controller = dataclasses.field(
-      default_factory=lambda: kl.fixed(0.0)
+    default_factory=lambda: kl.fixed(0.0)
   )
   # In force; a resumed run does not choose them again.
   tokens_per_microbatch: int = 0
@@ -48,7 +48,7 @@ class HostState:
   last: dict[str, float] = dataclasses.field(default_factory=dict)  # metrics
   # Running statistics of the scores of all steps: count, mean, m2 (Welford).
   scores: dict[str, float] = dataclasses.field(
-      default_factory=lambda: dict(count=0.0, mean=0.0, m2=0.0)
+    default_factory=lambda: dict(count=0.0, mean=0.0, m2=0.0)
   )
   skipped_updates: int = 0
   dropped_sequences: int = 0
@@ -74,22 +74,22 @@ def specs_of(config: model_config.ModelConfig, role: str) -> types.PyTree:
 
 
 def init_params(
-    config: model_config.ModelConfig,
-    role: str,
-    key: types.Array,
-    mesh: jax.sharding.Mesh,
+  config: model_config.ModelConfig,
+  role: str,
+  key: types.Array,
+  mesh: jax.sharding.Mesh,
 ) -> types.PyTree:
   """Fresh float32 parameters, made in their shards."""
   specs = specs_of(config, role)
   make = jax.jit(
-      lambda key: spec.init(specs, key, jnp.float32),
-      out_shardings=rules.params(mesh, specs),
+    lambda key: spec.init(specs, key, jnp.float32),
+    out_shardings=rules.params(mesh, specs),
   )
   return make(key)
 
 
 def critic_from_actor(
-    config: model_config.ModelConfig, actor: types.PyTree, mesh
+  config: model_config.ModelConfig, actor: types.PyTree, mesh
 ) -> types.PyTree:
   """A critic with a copy of the actor's body and a value head of zeros."""
   table = specs_of(config, 'critic')
@@ -99,10 +99,10 @@ def critic_from_actor(
 
 
 def create(
-    params: types.PyTree,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    specs: types.PyTree,
+  params: types.PyTree,
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
+  specs: types.PyTree,
 ) -> TrainState:
   """A train state around parameters; moments are made in their shards."""
 
@@ -110,9 +110,9 @@ def create(
     zero = jnp.zeros((), jnp.int32)
     return TrainState(params, optimizer.init(params), zero, zero)
 
-  return jax.jit(
-      make, out_shardings=shardings(params, optimizer, mesh, specs)
-  )(params)
+  return jax.jit(make, out_shardings=shardings(params, optimizer, mesh, specs))(
+    params
+  )
 
 
 def shardings(params, optimizer, mesh, specs) -> TrainState:
@@ -121,7 +121,7 @@ def shardings(params, optimizer, mesh, specs) -> TrainState:
   abstract = jax.eval_shape(optimizer.init, params)
   zero = rules.sharding(mesh, (), ())
   return TrainState(
-      of_params, rules.like_params(mesh, abstract, of_params), zero, zero
+    of_params, rules.like_params(mesh, abstract, of_params), zero, zero
   )
 
 
@@ -129,10 +129,10 @@ def abstract(optimizer, mesh, specs) -> TrainState:
   """Shapes and shardings of `create`'s result, for restoring."""
   params = spec.abstract(specs, jnp.float32)
   make = lambda p: TrainState(
-      p, optimizer.init(p), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    p, optimizer.init(p), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
   )
   return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      jax.eval_shape(make, params),
-      shardings(params, optimizer, mesh, specs),
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    jax.eval_shape(make, params),
+    shardings(params, optimizer, mesh, specs),
   )

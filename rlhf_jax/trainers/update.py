@@ -29,15 +29,15 @@ from rlhf_jax.trainers import state as state_lib
 
 
 def actor_loss(
-    params: types.PyTree,
-    batch: types.TokenBatch,
-    coefs: dict[str, types.Array],
-    *,
-    score: Callable[..., types.Scores],
-    policy_loss: Callable[..., tuple[types.Array, metrics.Metrics]],
-    kl_estimator: Callable[..., types.Array],
-    on_policy: bool,
-    with_reference: bool,
+  params: types.PyTree,
+  batch: types.TokenBatch,
+  coefs: dict[str, types.Array],
+  *,
+  score: Callable[..., types.Scores],
+  policy_loss: Callable[..., tuple[types.Array, metrics.Metrics]],
+  kl_estimator: Callable[..., types.Array],
+  on_policy: bool,
+  with_reference: bool,
 ) -> tuple[types.Array, metrics.Metrics]:
   """`sum w (L_policy - c_H H + c_KL KL)`.
 
@@ -61,11 +61,11 @@ def actor_loss(
   scores = score(params, rows=rows, entropy=True)
   old = scores.logprobs if on_policy else batch.old_logprobs
   losses, statistics = policy_loss(
-      scores.logprobs,
-      jax.lax.stop_gradient(old),
-      batch.advantages,
-      mask,
-      segment_ids=rows.segment_ids,
+    scores.logprobs,
+    jax.lax.stop_gradient(old),
+    batch.advantages,
+    mask,
+    segment_ids=rows.segment_ids,
   )
   if on_policy:
     statistics |= sampler_gap(scores.logprobs, batch.old_logprobs, mask)
@@ -73,8 +73,8 @@ def actor_loss(
   entropy = aggregation.total(scores.entropy, batch.weights, mask)
   loss = policy - coefs['entropy'] * entropy
   statistics |= {
-      'actor/pg_loss': metrics.sum(policy),
-      'actor/entropy': metrics.mean(scores.entropy, mask),
+    'actor/pg_loss': metrics.sum(policy),
+    'actor/entropy': metrics.mean(scores.entropy, mask),
   }
   if with_reference:
     reference = batch.reference_logprobs
@@ -82,52 +82,52 @@ def actor_loss(
     penalty = aggregation.total(divergence, batch.weights, mask)
     loss += coefs['kl'] * penalty
     statistics |= {
-        'actor/kl_loss': metrics.sum(penalty),
-        'kl/reference': metrics.mean(
-            kl.k3(scores.logprobs, reference, mask=mask), mask
-        ),
-        'kl/beyond_bound': kl.beyond_bound(scores.logprobs, reference, mask),
+      'actor/kl_loss': metrics.sum(penalty),
+      'kl/reference': metrics.mean(
+        kl.k3(scores.logprobs, reference, mask=mask), mask
+      ),
+      'kl/beyond_bound': kl.beyond_bound(scores.logprobs, reference, mask),
     }
   return loss, statistics | {'actor/loss': metrics.sum(loss)}
 
 
 def sampler_gap(
-    logprobs: types.Array, sampler_logprobs: types.Array, mask: types.Array
+  logprobs: types.Array, sampler_logprobs: types.Array, mask: types.Array
 ) -> metrics.Metrics:
   """How far the sampler's probabilities are from the trainer's."""
   probability = lambda x: jnp.exp(masked.fill(x, mask))
   gap = jnp.abs(probability(logprobs) - probability(sampler_logprobs))
   return {
-      'training/rollout_probs_diff_mean': metrics.mean(gap, mask),
-      'training/rollout_probs_diff_max': metrics.max(gap, mask),
+    'training/rollout_probs_diff_mean': metrics.mean(gap, mask),
+    'training/rollout_probs_diff_max': metrics.max(gap, mask),
   }
 
 
 def critic_loss(
-    params: types.PyTree,
-    batch: types.TokenBatch,
-    coefs: dict[str, types.Array],
-    *,
-    score: Callable[..., types.Scores],
-    clip: float | None,
+  params: types.PyTree,
+  batch: types.TokenBatch,
+  coefs: dict[str, types.Array],
+  *,
+  score: Callable[..., types.Scores],
+  clip: float | None,
 ) -> tuple[types.Array, metrics.Metrics]:
   """`sum w L_value`, see `value_losses.clipped`."""
   del coefs
   mask = batch.rows.mask
   values = score(params, rows=batch.rows).values
   losses, statistics = value_losses.clipped(
-      values, batch.old_values, batch.returns, mask, clip=clip
+    values, batch.old_values, batch.returns, mask, clip=clip
   )
   loss = aggregation.total(losses, batch.weights, mask)
   return loss, statistics | {'critic/vf_loss': metrics.sum(loss)}
 
 
 def supervised_loss(
-    params: types.PyTree,
-    batch: types.TokenBatch,
-    coefs: dict[str, types.Array],
-    *,
-    score: Callable[..., types.Scores],
+  params: types.PyTree,
+  batch: types.TokenBatch,
+  coefs: dict[str, types.Array],
+  *,
+  score: Callable[..., types.Scores],
 ) -> tuple[types.Array, metrics.Metrics]:
   """`-sum w log pi`: cross-entropy of the response tokens, nats."""
   del coefs
@@ -135,8 +135,8 @@ def supervised_loss(
   logprobs = score(params, rows=batch.rows).logprobs
   loss = -aggregation.total(logprobs, batch.weights, mask)
   return loss, {
-      'sft/loss': metrics.sum(loss),
-      'sft/token_nll': metrics.mean(-logprobs, mask),
+    'sft/loss': metrics.sum(loss),
+    'sft/token_nll': metrics.mean(-logprobs, mask),
   }
 
 
@@ -150,20 +150,20 @@ def accumulate_program(loss: Callable[..., tuple], param_shardings) -> Callable:
 
   def accumulate(params, grads, batch, coefs):
     (_, statistics), new = jax.value_and_grad(loss, has_aux=True)(
-        params, batch, coefs
+      params, batch, coefs
     )
     return tree.add(grads, new), statistics
 
   return jax.jit(
-      accumulate, donate_argnums=1, out_shardings=(param_shardings, None)
+    accumulate, donate_argnums=1, out_shardings=(param_shardings, None)
   )
 
 
 def apply_program(
-    optimizer: optax.GradientTransformation,
-    learning_rate: Callable[[types.Array], types.Array],
-    state_shardings: state_lib.TrainState,
-    max_grad_norm: float,
+  optimizer: optax.GradientTransformation,
+  learning_rate: Callable[[types.Array], types.Array],
+  state_shardings: state_lib.TrainState,
+  max_grad_norm: float,
 ) -> Callable:
   """`apply(state, grads) -> state, statistics`, jitted.
 
@@ -183,11 +183,11 @@ def apply_program(
 
     def step(state):
       updates, opt_state = optimizer.update(
-          grads, state.opt_state, state.params
+        grads, state.opt_state, state.params
       )
       params = optax.apply_updates(state.params, updates)
       return state.replace(
-          params=params, opt_state=opt_state, updates=state.updates + 1
+        params=params, opt_state=opt_state, updates=state.updates + 1
       )
 
     def skip(state):
@@ -195,17 +195,17 @@ def apply_program(
 
     new = jax.lax.cond(finite, step, skip, state)
     statistics = {
-        'grad_norm': metrics.mean(norm, finite),
-        'grad_norm_clipped': metrics.mean(
-            jnp.minimum(norm, max_grad_norm), finite
-        ),
-        'lr': metrics.mean(learning_rate(state.updates)),
-        'skipped': metrics.sum(~finite),
+      'grad_norm': metrics.mean(norm, finite),
+      'grad_norm_clipped': metrics.mean(
+        jnp.minimum(norm, max_grad_norm), finite
+      ),
+      'lr': metrics.mean(learning_rate(state.updates)),
+      'skipped': metrics.sum(~finite),
     }
     return new, statistics
 
   return jax.jit(
-      apply, donate_argnums=(0, 1), out_shardings=(state_shardings, None)
+    apply, donate_argnums=0, out_shardings=(state_shardings, None)
   )
 
 
@@ -215,12 +215,12 @@ def zeros_program(param_shardings) -> Callable:
 
 
 def update(
-    state: state_lib.TrainState,
-    batches: Iterable[types.TokenBatch],
-    coefs: dict[str, float],
-    *,
-    programs: dict[str, Callable],
-    prefix: str,
+  state: state_lib.TrainState,
+  batches: Iterable[types.TokenBatch],
+  coefs: dict[str, float],
+  *,
+  programs: dict[str, Callable],
+  prefix: str,
 ) -> tuple[state_lib.TrainState, metrics.Metrics]:
   """One mini-batch: all its micro-batches, then one optimiser step.
 
@@ -246,24 +246,22 @@ def update(
 
 
 def programs(
-    loss: Callable[..., tuple],
-    optimizer: optax.GradientTransformation,
-    learning_rate: Callable[[types.Array], types.Array],
-    *,
-    params: types.PyTree,
-    specs: types.PyTree,
-    mesh: jax.sharding.Mesh,
-    max_grad_norm: float,
+  loss: Callable[..., tuple],
+  optimizer: optax.GradientTransformation,
+  learning_rate: Callable[[types.Array], types.Array],
+  *,
+  params: types.PyTree,
+  specs: types.PyTree,
+  mesh: jax.sharding.Mesh,
+  max_grad_norm: float,
 ) -> dict[str, Callable]:
   """The three programs of one role, by name."""
   of_params = rules.params(mesh, specs)
   of_state = state_lib.shardings(params, optimizer, mesh, specs)
   return {
-      'zeros': zeros_program(of_params),
-      'accumulate': accumulate_program(loss, of_params),
-      'apply': apply_program(
-          optimizer, learning_rate, of_state, max_grad_norm
-      ),
+    'zeros': zeros_program(of_params),
+    'accumulate': accumulate_program(loss, of_params),
+    'apply': apply_program(optimizer, learning_rate, of_state, max_grad_norm),
   }
 
 

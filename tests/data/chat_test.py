@@ -55,6 +55,9 @@ def test_template_that_writes_bos_has_one_bos():
   ids = chat.render('hi', _with_template(stories, _PLAIN), chat=True)
   assert ids[0] == stories.bos_token_id
   assert ids.count(stories.bos_token_id) == 1
+  # A template without BOS is taken at its word.
+  without = _with_template(stories, _PLAIN.replace('{{ bos_token }}', ''))
+  assert stories.bos_token_id not in chat.render('hi', without, chat=True)
 
 
 def test_chat(tokenizer):

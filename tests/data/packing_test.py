@@ -87,6 +87,9 @@ def test_first_fit_decreasing():
   )
   np.testing.assert_array_equal(plan.source[:2, 0] // 5, [1, 3])
   np.testing.assert_array_equal(plan.source[:2, -1] // 5, [2, 0])
+  # 2 would fit into either row, and takes the first.
+  plan = packing.plan([4, 5, 2], 5, 7)
+  np.testing.assert_array_equal(plan.source[:, 5], [2 * 5, -1])
 
 
 @pytest.mark.parametrize('prefix', [0, 3])

@@ -12,11 +12,13 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# `-c` is the version check; `-m venv` copies the stand-in to where the
-# interpreter of the new environment would be; `-` hashes files, for real.
+# `-c` is the version check, answered with the version of the stand-in;
+# `-m venv` copies the stand-in to where the interpreter of the new environment
+# would be; `-` hashes files, for real.
 _PYTHON = """#!/bin/bash
 case "$1" in
-  -c) exit {too_old} ;;
+  -c) exec {real} -c 'import sys; sys.version_info = {info}
+exec(sys.argv[1])' "$2" ;;
   --version) echo 'Python {version}' ;;
   -) exec {real} "$@" ;;
   -m)
@@ -52,10 +54,10 @@ class Repository:
 
   def add_python(self, name, version):
     path = self.tools / name
-    too_old = tuple(map(int, version.split('.'))) < (3, 11)
+    info = tuple(map(int, version.split('.')))
     path.write_text(
       _PYTHON.format(
-        too_old=int(too_old), version=version, real=sys.executable, log=self.log
+        info=info, version=version, real=sys.executable, log=self.log
       )
     )
     path.chmod(0o755)
@@ -122,7 +124,15 @@ def test_an_installation_that_failed_is_done_again(repository):
   status, stderr, calls = repository.run('test.sh', PIP_FAILS='1')
   assert status == 1 and 'pip failed' in stderr
   assert calls[-1].startswith('-m pip')  # The tests were not started.
-  assert repository.run('test.sh')[2] == [f'{_PIP}ROOT[test]', '-m pytest -q']
+  again = [f'{_PIP}ROOT[test]', '-m pytest -q']
+  assert repository.run('test.sh')[2] == again
+  # An upgrade that failed leaves who knows what: going back installs, too.
+  path = repository.root / 'requirements.txt'
+  before = path.read_text()
+  path.write_text('changed')
+  repository.run('test.sh', PIP_FAILS='1')
+  path.write_text(before)
+  assert repository.run('test.sh')[2] == again
 
 
 def test_an_older_python_is_a_clear_message(repository):
