@@ -98,6 +98,7 @@ def get_config() -> ConfigDict:
   config.algorithm.whiten = True  # advantages over the whole step
   config.algorithm.bootstrap_truncated = False  # value after a cut sequence
   config.algorithm.mask_truncated = False  # cut sequences do not train
+  config.algorithm.drop_uniform_groups = False  # equal scores do not train
   config.algorithm.policy_loss = 'ppo'  # ppo | reinforce
   config.algorithm.clip_low = 0.2  # ratio down to 1 - clip_low
   config.algorithm.clip_high = 0.2  # ratio up to 1 + clip_high

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlhf_jax import tree
 from rlhf_jax import types
 
 
@@ -89,8 +90,10 @@ def _decays(params):
   """True where a weight is a matrix; stacked layers add a leading axis."""
 
   def decide(path, x):
-    stacked = any(getattr(key, 'key', None) == 'layers' for key in path)
-    return x.ndim - stacked >= 2
+    name = tree.name(path)
+    stacked = name.startswith('layers/')
+    # A bias of heads has two axes, but is a vector all the same.
+    return x.ndim - stacked >= 2 and not name.endswith('bias')
 
   return jax.tree_util.tree_map_with_path(decide, params)
 

@@ -4,6 +4,7 @@ import math
 
 import chex
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from rlhf_jax import types
@@ -163,6 +164,11 @@ def _attend_forward(q, k, v, segment_ids):
     outs.append(out)
     logs.append(log_total)
   out, log_total = (jnp.concatenate(x, axis=3) for x in (outs, logs))
+  # Named for `decoder.hidden`, which keeps them for the backward pass.
+  q, k, v, out, log_total = (
+    ad_checkpoint.checkpoint_name(a, 'attention')
+    for a in (q, k, v, out, log_total)
+  )
   return out, (q, k, v, segment_ids, out, log_total)
 
 

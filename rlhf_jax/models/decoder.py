@@ -9,6 +9,7 @@ from typing import Any
 
 import chex
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from rlhf_jax.models import attention
@@ -19,6 +20,9 @@ from rlhf_jax.models import spec as spec_lib
 Array = jax.Array
 PyTree = Any
 Spec = spec_lib.Spec
+
+# What `hidden` keeps of a block for the backward pass, beside its input.
+_KEPT = ('attention', 'middle', 'mlp')
 
 
 def specs(config: config_lib.ModelConfig, head: str = 'policy') -> PyTree:
@@ -64,7 +68,8 @@ def hidden(
     tokens: [R, L] int32.
     positions: [R, L] int32, in the sequence.
     segment_ids: [R, L] int32, as in `types.Rows`.
-    remat: recompute each block in the backward pass instead of keeping it.
+    remat: recompute whole blocks in the backward pass.  Otherwise what their
+      matrix products need is kept, and only element-wise work is done again.
     dtype: of the computation; parameters are cast to it layer by layer.
 
   Returns:
@@ -80,7 +85,12 @@ def hidden(
     out = attention.attend_rows(q, k, v, segment_ids)
     return _finish(x, out, weights, config)
 
-  body = jax.checkpoint(block) if remat else block
+  # Without a policy of ours the scan would write about three times as much for
+  # the backward pass: every intermediate, and the weights once more.
+  kept = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+  body = jax.checkpoint(
+    block, prevent_cse=False, policy=None if remat else kept
+  )
   x = params['embed'][tokens].astype(dtype)  # R L D
   x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params['layers'])
   return layers.rms_norm(x, params['final_norm'].astype(dtype), config.norm_eps)
@@ -253,6 +263,7 @@ def _finish(x, attended, weights, config):
   """The rest of a block after attention: [.., D] and [.., Q, E] -> [.., D]."""
   attended = attended.reshape(*x.shape[:-1], -1)
   x = x + layers.dense(attended, weights['attention'], 'o')
+  x = ad_checkpoint.checkpoint_name(x, 'middle')
   normed = layers.rms_norm(x, weights['mlp_norm'], config.norm_eps)
   return x + layers.mlp(normed, weights['mlp'])
 

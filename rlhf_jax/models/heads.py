@@ -1,5 +1,6 @@
 """What a forward pass says of packed rows: log-probs, entropy, values."""
 
+import functools
 from typing import Any
 
 import chex
@@ -134,26 +135,75 @@ def token_logprobs(
 
 def _chunk(states, head, targets, mask, temperature, entropy):
   """Log-probs of some places; materialises their logits, [R, l, V]."""
-  wide = jnp.promote_types(states.dtype, jnp.float32)
   logits = decoder.project_to_vocabulary(states, head)
-  temperature = jnp.where(mask, temperature, 1.0).astype(wide)
-  logits = logits / temperature[..., None]  # R l V
-  top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-  shifted = logits - top
-  log_total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))  # R l
-  # A comparison and not a gather: its gradient is no scatter, and it needs no
-  # communication where the vocabulary is sharded.
+  # A masked place may hold anything; softmax(0 logits) is safe and unused.
+  inverse = jnp.where(mask, 1 / jnp.where(mask, temperature, 1.0), 0.0)
+  targets = jnp.where(mask, targets, 0)
+  logprobs, entropies = _log_softmax(
+    logits, inverse.astype(logits.dtype), targets, entropy
+  )
+  logprobs = jnp.where(mask, logprobs, 0.0)
+  return logprobs, jnp.where(mask, entropies, 0.0) if entropy else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _log_softmax(
+  logits: Array, inverse: Array, targets: Array, entropy: bool
+) -> tuple[Array, Array | None]:
+  """log softmax(logits * inverse) at the targets, and its entropy.
+
+  With p the probabilities and H the entropy,
+
+    d logprob / d logit_j = inverse (1[j = target] - p_j)
+    d H       / d logit_j = -inverse p_j (log p_j + H)
+
+  so the backward pass is one pass over the logits, and they are all it keeps.
+  There is no gradient in `inverse` (one over the temperature).
+
+  Args:
+    logits: [R, l, V].
+    inverse: [R, l], >= 0.
+    targets: [R, l] int32.
+    entropy: static; whether to compute it.
+  """
+  return _log_softmax_forward(logits, inverse, targets, entropy)[0]
+
+
+def _log_softmax_forward(logits, inverse, targets, entropy):
+  top = jnp.max(logits, axis=-1) * inverse  # R l
+  shifted = logits * inverse[..., None] - top[..., None]  # R l V
+  weights = jnp.exp(shifted)
+  total = jnp.sum(weights, axis=-1)  # R l
+  at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  log_total = top + jnp.log(total)
+  logprobs = at_target * inverse - log_total
+  entropies = None
+  if entropy:
+    mean = jnp.sum(weights * shifted, axis=-1) / total
+    entropies = jnp.log(total) - mean
+  saved = logits, inverse, targets, log_total, entropies
+  return (logprobs, entropies), saved
+
+
+def _log_softmax_backward(entropy, saved, gradients):
+  logits, inverse, targets, log_total, entropies = saved
+  gradient, gradient_entropy = (
+    None if g is None else (g * inverse)[..., None] for g in gradients
+  )
+  log_probs = logits * inverse[..., None] - log_total[..., None]  # R l V
+  probs = jnp.exp(log_probs)
   vocabulary = jnp.arange(logits.shape[-1])[None, None]
   hit = vocabulary == targets[..., None]
-  at_target = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
-  logprobs = jnp.where(mask, at_target - log_total, 0.0)
-  if not entropy:
-    return logprobs, None
-  probs = jnp.exp(shifted - log_total[..., None])
-  # A logit of -inf (a forbidden token) has probability 0 and adds 0.
-  finite = jnp.where(probs > 0, shifted, 0.0)
-  mean = jnp.sum(probs * finite, axis=-1)
-  return logprobs, jnp.where(mask, log_total - mean, 0.0)
+  # A comparison and not a scatter: it becomes part of the same pass.
+  out = gradient * (hit.astype(probs.dtype) - probs)
+  if entropy:
+    surprise = log_probs + entropies[..., None]
+    out = out - gradient_entropy * probs * surprise
+  # `inverse` is 0 at masked places; whatever their logits are, nothing leaks.
+  return jnp.where(inverse[..., None] > 0, out, 0.0), None, None
+
+
+_log_softmax.defvjp(_log_softmax_forward, _log_softmax_backward)
 
 
 def _empty(states, targets, entropy):

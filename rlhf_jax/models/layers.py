@@ -4,6 +4,7 @@ import math
 
 import chex
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,6 +36,8 @@ def mlp(x: Array, weights: dict[str, Array]) -> Array:
     gate, up = jnp.split(dense(x, weights, 'gate_up'), 2, axis=-1)
   else:
     gate, up = dense(x, weights, 'gate'), dense(x, weights, 'up')
+  # Named for `decoder.hidden`, which keeps them for the backward pass.
+  gate, up = (ad_checkpoint.checkpoint_name(a, 'mlp') for a in (gate, up))
   return dense(jax.nn.silu(gate) * up, weights, 'down')
 
 

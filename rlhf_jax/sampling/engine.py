@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.models import config as model_config
+from rlhf_jax.models import decoder
 from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import schedule
 from rlhf_jax.sharding import mesh as mesh_lib
@@ -35,9 +36,20 @@ class Shape:
 def relayout_program(
   mesh: jax.sharding.Mesh, specs: types.PyTree, dtype: jnp.dtype
 ) -> Callable[[types.PyTree], types.PyTree]:
-  """`relayout(params)`: cast to `dtype`, in the rollout sharding; jitted."""
-  cast = lambda params: tree.cast(params, dtype)
-  return jax.jit(cast, out_shardings=rules.params(mesh, specs, rules.ROLLOUT))
+  """`relayout(params)`: cast to `dtype`, in the rollout sharding; jitted.
+
+  Where heads are not split over devices, the products of a layer that read the
+  same input are fused into one (`decoder.fuse`), which small batches need.
+  """
+  if mesh.shape['tensor'] == 1:
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(
+      lambda params: decoder.fuse(params, dtype), out_shardings=everywhere
+    )
+  return jax.jit(
+    lambda params: tree.cast(params, dtype),
+    out_shardings=rules.params(mesh, specs, rules.ROLLOUT),
+  )
 
 
 def generate(

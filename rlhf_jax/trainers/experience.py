@@ -25,6 +25,7 @@ from rlhf_jax.data import packing
 from rlhf_jax.sharding import rules
 
 # Called once a step: compiled, since their loops would be traced anew.
+_GROUP_STATISTICS = jax.jit(advantages_lib.group_statistics)
 _GROUP_METRICS = jax.jit(advantages_lib.group_metrics)
 _EXPLAINED_VARIANCE = jax.jit(value_losses.explained_variance)
 
@@ -36,6 +37,32 @@ class MiniBatch:
   members: np.ndarray  # [n] int: sequences of the step
   pack_map: packing.PackMap
   rows: types.Rows  # numpy, [R, L]
+
+
+def rejected(
+  rollout: types.Rollout,
+  scores: np.ndarray,
+  *,
+  truncated: bool,
+  uniform_groups: bool,
+) -> np.ndarray:
+  """Which sequences take no part in the update: [N] bool.
+
+  Args:
+    rollout: numpy, N sequences.
+    scores: [N]; one that is not finite is always rejected.
+    truncated: reject sequences that the length limit cut (DAPO's overlong
+      filtering).
+    uniform_groups: reject groups whose scores are all equal: their advantages
+      are 0, so that running them through the model teaches nothing.
+  """
+  result = ~np.isfinite(scores)
+  if truncated:
+    result |= rollout.truncated
+  if uniform_groups:
+    statistics_ = _GROUP_STATISTICS(scores, rollout.group, ~result)
+    result |= np.asarray(statistics_.std) == 0
+  return result
 
 
 def split(
@@ -61,6 +88,10 @@ def split(
     tokens_per_row: L.
     rows_per_microbatch: the rows of a mini-batch are a multiple of it.
     share_prefix: rows hold what all prompts have in common once.
+
+  Returns:
+    Up to `count` mini-batches: sequences without an action are in none, and a
+    mini-batch of which nothing is left is left out.
   """
   prompts = int(rollout.group.max()) + 1
   order = np.asarray(
@@ -73,9 +104,12 @@ def split(
     if share_prefix
     else 0
   )
+  used = rollout.mask.any(axis=1)
   batches = []
   for index in range(count):
-    members = np.flatnonzero(home[rollout.group] == index)
+    members = np.flatnonzero((home[rollout.group] == index) & used)
+    if not len(members):
+      continue
     part = jax.tree.map(lambda x, m=members: x[m], rollout)
     pack_map = packing.plan(
       part.lengths,
@@ -278,9 +312,10 @@ def statistics(
     'response_length/min': metrics.min(lengths),
     'response_length/clip_ratio': metrics.mean(rollout.truncated),
     'prompt_length/mean': metrics.mean(rollout.prompt_lengths),
-    'training/dropped_sequences': metrics.sum(~used),
+    'training/sequences_used': metrics.mean(used),
   }
-  result |= _GROUP_METRICS(experience.scores, rollout.group, mask)  # fmt: skip
+  # Of all groups, also those that were rejected for being uniform.
+  result |= _GROUP_METRICS(experience.scores, rollout.group, np.ones_like(mask))
   for k, name in enumerate(names):
     column = experience.rewards[:, k]
     result[f'reward/{name}/mean'] = metrics.mean(column, np.isfinite(column))
@@ -305,6 +340,11 @@ def update_order(count: int, epochs: int, *, seed: int, step: int) -> list[int]:
   return order
 
 
-def efficiency(batch: MiniBatch) -> float:
-  """The share of places that hold a token."""
-  return packing.efficiency(batch.pack_map)
+def padding(batches: Sequence[MiniBatch]) -> float:
+  """The share of the places of a step's rows that hold no token."""
+  places = [batch.rows.tokens.size for batch in batches]
+  real = [
+    packing.efficiency(batch.pack_map) * size
+    for batch, size in zip(batches, places)
+  ]
+  return 1.0 - sum(real) / sum(places) if batches else 0.0

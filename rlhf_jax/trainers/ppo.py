@@ -197,6 +197,28 @@ def train(
         policy_version=host.policy_version,
         **setup.sampler(samples),
       )
+
+    # ---- Rewards, and which sequences take part ---------------------------
+    with timer('reward'):
+      texts = evaluate.responses(rollout, setup.tokenizer)
+      asked = evaluate.prompts_of(rollout, prompts)
+      rewards = rewards_lib.evaluate(
+        setup.rewards,
+        setup.reward_weights,
+        texts,
+        [prompt.example for prompt in asked],
+        timeout_s=config.reward_timeout_s,
+        default=config.reward_on_timeout,
+      )
+    run.events(rewards.events)
+    rejected = experience_lib.rejected(
+      rollout,
+      rewards.scores,
+      truncated=algorithm.mask_truncated,
+      uniform_groups=algorithm.drop_uniform_groups,
+    )
+    rollout = rollout.replace(mask=rollout.mask & ~rejected[:, None])
+
     minibatches = experience_lib.split(
       rollout,
       numbers.minibatches_per_step,
@@ -234,22 +256,6 @@ def train(
         )  # fmt: skip
       cut = rollout.truncated & algorithm.bootstrap_truncated
       bootstrap = np.where(cut, bootstrap, 0.0)
-
-    # ---- Rewards, and which sequences take part ---------------------------
-    with timer('reward'):
-      texts = evaluate.responses(rollout, setup.tokenizer)
-      asked = evaluate.prompts_of(rollout, prompts)
-      rewards = rewards_lib.evaluate(
-        setup.rewards,
-        setup.reward_weights,
-        texts,
-        [prompt.example for prompt in asked],
-        timeout_s=config.reward_timeout_s,
-        default=config.reward_on_timeout,
-      )
-    run.events(rewards.events)
-    rejected = rewards.dropped | (algorithm.mask_truncated & rollout.truncated)
-    rollout = rollout.replace(mask=rollout.mask & ~rejected[:, None])
 
     # ---- KL in the reward, advantages -------------------------------------
     penalty = None
@@ -317,7 +323,7 @@ def train(
     host.cursor += config.rollout.prompts_per_step
     host.policy_version += updates * train_actor
     run.count_skipped(values)
-    run.add_step(rewards.scores, rejected, rollout.lengths.sum())
+    run.add_step(rewards.scores, rewards.dropped, rollout.lengths.sum())
     host.kl_reward = kl.update(
       host.kl_reward, values.get('kl/reward', np.nan), len(texts)
     )
@@ -340,8 +346,7 @@ def train(
       'perf/tokens_per_second_per_device': (
         rollout.lengths.sum() / seconds / mesh.size
       ),
-      'perf/padding': 1
-      - np.mean([experience_lib.efficiency(batch) for batch in minibatches]),
+      'perf/padding': experience_lib.padding(minibatches),
       'training/epoch': setup.train.epoch(host.cursor),
     }
     run.log(values)

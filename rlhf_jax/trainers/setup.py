@@ -399,6 +399,11 @@ def _check_ppo(config, model, rewards) -> None:
       f'algorithm.advantages={algorithm.advantages!r} compares the samples of'
       ' a prompt: set rollout.samples_per_prompt to 2 or more'
     )
+  if algorithm.drop_uniform_groups and config.rollout.samples_per_prompt < 2:
+    raise ValueError(
+      'algorithm.drop_uniform_groups with rollout.samples_per_prompt=1 would'
+      ' drop every sequence: sample each prompt 2 times or more'
+    )
   if not with_critic:
     for key, unset in (
         ('gamma', 1.0), ('lam', 1.0), ('bootstrap_truncated', False)

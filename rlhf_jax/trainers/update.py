@@ -204,9 +204,7 @@ def apply_program(
     }
     return new, statistics
 
-  return jax.jit(
-    apply, donate_argnums=0, out_shardings=(state_shardings, None)
-  )
+  return jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings, None))
 
 
 def zeros_program(param_shardings) -> Callable:

@@ -100,3 +100,42 @@ def test_bfloat16_scores_are_float32():
   out = attention.attend(*half, jnp.ones((1, 1, 257), bool))
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(out.astype(jnp.float32), 1.0, atol=4e-3)
+
+
+def _packed_rows(length=150):
+  """Several blocks of queries; prefix, borders inside blocks, padding."""
+  ids = np.full((2, length), 2)
+  ids[0, :70], ids[0, 130:] = 1, 0
+  ids[1, :5], ids[1, 5:90] = -1, 1
+  rng = np.random.default_rng(3)
+  q = rng.normal(size=(2, length, 4, 6))
+  k, v = rng.normal(size=(2, 2, length, 2, 6))
+  return q, k, v, ids
+
+
+def test_attend_rows_equals_attend_with_the_mask():
+  with jax.enable_x64(True):
+    q, k, v, ids = (jnp.asarray(a) for a in _packed_rows())
+    weights = jnp.asarray(np.random.default_rng(4).normal(size=q.shape))
+
+    def run(f):
+      loss = lambda q, k, v: jnp.sum(f(q, k, v) * weights)
+      return f(q, k, v), jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    mask = attention.segment_mask(ids)
+    expected = run(lambda q, k, v: attention.attend(q, k, v, mask))
+    actual = run(lambda q, k, v: attention.attend_rows(q, k, v, ids))
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12),
+      actual,
+      expected,
+    )
+    assert not actual[0][0, 130:].any()  # padding
+    assert not actual[1][1][0, 130:].any()
+
+
+def test_blocks_of_the_mask_are_parts_of_it():
+  ids = jnp.asarray(_packed_rows()[3])
+  mask = attention.segment_mask(ids)
+  part = attention.segment_mask(ids, 64, 128)
+  np.testing.assert_array_equal(part, mask[:, 64:128, :128])
