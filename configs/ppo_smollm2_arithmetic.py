@@ -12,8 +12,9 @@ FOLDER is a local Hugging Face folder; the default is the model's hub id.  All
 measured curve is in benchmarks/README.md.  `:tiny` takes two small steps.
 """
 
-from configs import base
 from ml_collections import ConfigDict
+
+from configs import base
 
 QUESTION = 'State the final answer to the following arithmetic problem: '
 WORKED = ('38 + 5 = 43', '914 + 807 = 1721', '5286 + 1603 = 6889')

@@ -4,7 +4,8 @@ A byte-level decoder of about a million parameters is warmed up on worked sums
 for a moment, then trained by PPO with a critic on fresh problems, where the
 only signal is whether the answer is right.
 
-  python launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart
+  python launch/train.py --config=configs/quickstart.py \
+    --workdir=runs/quickstart
 
 2 CPU cores: under 4 minutes; exact match on held-out problems rises from below
 0.5 after the warm-up to above 0.9.  `:tiny` runs in seconds and learns nothing.

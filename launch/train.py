@@ -24,6 +24,7 @@ from ml_collections import ConfigDict  # noqa: E402
 from rlhf_jax.models import hf  # noqa: E402
 from rlhf_jax.monitor import report  # noqa: E402
 from rlhf_jax.monitor import writers  # noqa: E402
+from rlhf_jax.trainers import checks  # noqa: E402
 from rlhf_jax.trainers import ppo  # noqa: E402
 from rlhf_jax.trainers import run as run_lib  # noqa: E402
 from rlhf_jax.trainers import setup as setup_lib  # noqa: E402
@@ -65,7 +66,7 @@ def train(
     run_lib.check_workdir(workdir, resolved, resume)
     if run_lib.show_finished(workdir) and not config.evaluation.only:
       return 0
-    notes = setup_lib.check_overrides(config, from_flags)
+    notes = checks.check_overrides(config, from_flags)
     setups = setup_lib.stages(config, tuple(TRAINERS))
   except (ValueError, FileNotFoundError, ImportError) as error:
     raise run_lib.Refused(str(error)) from error

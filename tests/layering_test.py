@@ -29,13 +29,15 @@ FLOORS = {
       sampling.engine rewards.model""",
   # Loops, and what watches them.
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
-      trainers.setup trainers.roles trainers.run planner monitor.*""",
+      trainers.arithmetic trainers.checks trainers.setup trainers.roles
+      trainers.run planner monitor.*""",
 }
 
 # Modules outside the package that only these may import, and why.
 RESTRICTED = {
   # The config stops at set-up and loops; below are keyword arguments.
-  'ml_collections': {'trainers.setup', 'trainers.run', 'trainers.ppo',
+  'ml_collections': {'trainers.arithmetic', 'trainers.checks',
+                     'trainers.setup', 'trainers.run', 'trainers.ppo',
                      'trainers.sft', 'trainers.reward', 'trainers.preference',
                      'planner'},
   # Its API is in flux and it does not import on some newer JAX versions.

@@ -5,7 +5,6 @@ mini-batches of updates -> KL controllers, metrics, evaluation, checkpoint.
 The loop is plain Python (control); what it calls is jitted (computation).
 """
 
-import contextlib
 import functools
 import time
 
@@ -18,7 +17,6 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import advantages as advantages_lib
 from rlhf_jax.algorithms import kl
 from rlhf_jax.algorithms import policy_losses
-from rlhf_jax.models import heads
 from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import engine
 from rlhf_jax.trainers import evaluate
@@ -42,141 +40,49 @@ def train(
   Returns:
     The actor's parameters after the last step.
   """
-  config, numbers, mesh, host = (
-    setup.config,
-    setup.numbers,
-    setup.mesh,
-    run.host,
-  )
+  config, numbers, mesh = setup.config, setup.numbers, setup.mesh
+  host = run.host
   algorithm, seed = config.algorithm, config.seed
   samples = config.rollout.samples_per_prompt
-  compute = setup_lib.dtype(config.model.dtype)
   last_step = setup.first_step + numbers.steps
 
-  # ---- Roles: an actor, perhaps a critic, perhaps a reference -------------
+  # ---- Roles and programs: each program is compiled once -----------------
   with_critic = algorithm.advantages in advantages_lib.CRITIC_ESTIMATORS
   with_reference = algorithm.kl_reward.coef > 0 or algorithm.kl_loss.coef > 0
-  updates = numbers.updates_per_step
-  learners = {
-      'actor': roles.learner(
-          setup, 'actor',
-          max(numbers.steps - config.critic.warmup_steps, 1) * updates,
-      )
-  }  # fmt: skip
-  if with_critic:
-    learners['critic'] = roles.learner(setup, 'critic', numbers.steps * updates)
-  states, reference = {}, None
-  restored = run.restored_in(setup.name)
-  if restored is not None:
-    states = roles.restore(setup, learners, run.checkpoints, restored)
-    if with_reference:
-      reference = roles.restore_reference(setup, run.workdir, host.reference)
-  else:
-    run.begin_stage(setup)
-    untouched = params is None
-    params = roles.actor_params(setup, params)
-    if with_reference and not config.evaluation.only:
-      reference, host.reference = roles.begin_reference(
-        setup, run.workdir, params, untouched
-      )
-    if with_critic and not config.evaluation.only:
-      states['critic'] = roles.create(
-        setup, learners['critic'], roles.critic_params(setup, params)
-      )
-    states['actor'] = roles.create(setup, learners['actor'], params)
-
-  # ---- Programs: each is compiled once ------------------------------------
   # A step of a single update whose KL is in the loss needs no old log-probs:
   # they are those of the update itself, without their gradient.
-  on_policy = updates == 1 and not algorithm.kl_reward.coef
-  scoring = dict(
-    head_chunk=config.model.head_chunk,
-    remat=config.model.remat,
-    dtype=compute,
+  on_policy = numbers.updates_per_step == 1 and not algorithm.kl_reward.coef
+  learners = _learners(setup, with_critic and not config.evaluation.only)
+  stage = roles.begin_or_restore(
+    setup,
+    run,
+    learners,
+    params,
+    with_reference=with_reference and not config.evaluation.only,
   )
-  actor_score = functools.partial(heads.score, config=setup.model, **scoring)
-  policy_loss = policy_losses.loss(algorithm.policy_loss)
-  if algorithm.policy_loss == 'ppo':
-    policy_loss = functools.partial(
-      policy_loss,
-      clip_low=algorithm.clip_low,
-      clip_high=algorithm.clip_high,
-      dual_clip=algorithm.dual_clip or None,
-    )
-  losses = {
-    'actor': functools.partial(
-      update.actor_loss,
-      score=actor_score,
-      policy_loss=policy_loss,
-      kl_estimator=kl.loss_estimator(algorithm.kl_loss.estimator),
-      on_policy=on_policy,
-      with_reference=with_reference,
-    )
+  score = {
+    role: update.score_program(learners[role].score) for role in learners
   }
-  score = {'actor': update.score_program(actor_score)}
-  if with_critic:
-    critic_score = functools.partial(
-      heads.score, config=roles.critic_model(setup), **scoring
-    )
-    losses['critic'] = functools.partial(
-      update.critic_loss, score=critic_score, clip=config.critic.clip or None
-    )
-    score['critic'] = update.score_program(critic_score)
+  losses = _losses(config, learners, on_policy, with_reference)
   programs = {
-    role: update.programs(
-      losses[role],
-      learners[role].optimizer,
-      learners[role].learning_rate,
-      params=states[role].params,
-      specs=learners[role].specs,
-      mesh=mesh,
-      max_grad_norm=learners[role].max_grad_norm,
+    role: roles.programs(
+      setup, learners[role], losses[role], stage.states[role]
     )
-    for role in states
+    for role in learners
   }
   relayout = engine.relayout_program(
     mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
   )
-  by_rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, mesh=mesh)
-
-  def validate():
-    with timer('evaluate'):
-      values, rows, events = evaluate.evaluate(
-        relayout(states['actor'].params),
-        setup.validation,
-        setup.tokenizer,
-        setup.rewards,
-        setup.reward_weights,
-        seed=seed,
-        stage=setup.name,
-        step=host.step,
-        timeout_s=config.reward_timeout_s,
-        default=config.reward_on_timeout,
-        **setup.sampler(1),
-      )
-    run.events(events)
-    run.writer.samples(rows)
-    run.console.samples(rows)
-    run.log_evaluation(values, config.evaluation.best_metric)
-    return values
-
-  timings = {}
-
-  @contextlib.contextmanager
-  def timer(name):
-    began = time.perf_counter()
-    yield
-    timings[f'timing_s/{name}'] = time.perf_counter() - began
+  timings = run_lib.Timings()
 
   # ---- Before the first step ----------------------------------------------
   run.console.start_stage(
     setup.name, numbers.steps, done=host.step - setup.first_step
   )
-  before = restored is None and config.evaluation.before_train
-  if setup.validation and (before or config.evaluation.only):
-    run.log_before(validate())
+  if run.validates_before(setup):
+    run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
-    return states['actor'].params
+    return stage.actor
 
   while host.step < last_step:
     timings.clear()
@@ -185,10 +91,10 @@ def train(
     train_actor = step - setup.first_step >= config.critic.warmup_steps
 
     # ---- Rollout ----------------------------------------------------------
-    with timer('gen'):
+    with timings('gen'):
       prompts = setup.train.batch(host.cursor, config.rollout.prompts_per_step)
       rollout = engine.generate(
-        relayout(states['actor'].params),
+        relayout(stage.actor),
         [prompt.ids for prompt in prompts],
         keys.key(seed, 'rollout', step),
         temperature=config.rollout.temperature,
@@ -199,7 +105,7 @@ def train(
       )
 
     # ---- Rewards, and which sequences take part ---------------------------
-    with timer('reward'):
+    with timings('reward'):
       texts = evaluate.responses(rollout, setup.tokenizer)
       asked = evaluate.prompts_of(rollout, prompts)
       rewards = rewards_lib.evaluate(
@@ -230,44 +136,42 @@ def train(
     )
 
     # ---- Old log-probs, reference, values ---------------------------------
-    zeros = np.zeros(rollout.tokens.shape, np.float32)
-    old_logprobs, reference_logprobs, values = rollout.logprobs, zeros, zeros
+    run_score = functools.partial(
+      experience_lib.run_score,
+      batches=minibatches,
+      rollout=rollout,
+      rows_per_microbatch=numbers.rows_per_microbatch,
+      mesh=mesh,
+    )
+    old_logprobs, measured = rollout.logprobs, {}
+    reference_logprobs = values = np.zeros(rollout.tokens.shape, np.float32)
     bootstrap = np.zeros(len(rollout.lengths), np.float32)
-    measured = {}
     if not on_policy:
-      with timer('old_log_prob'):
-        old_logprobs, _ = experience_lib.run_score(
-            score['actor'], states['actor'].params, minibatches, rollout,
-            **by_rows,
-        )  # fmt: skip
+      with timings('old_log_prob'):
+        old_logprobs, _ = run_score(score['actor'], stage.actor)
       measured |= update.sampler_gap(
         old_logprobs, rollout.logprobs, rollout.mask
       )
     if with_reference:
-      with timer('ref'):
-        reference_logprobs, _ = experience_lib.run_score(
-          score['actor'], reference, minibatches, rollout, **by_rows
-        )
+      with timings('ref'):
+        reference_logprobs, _ = run_score(score['actor'], stage.reference)
     if with_critic:
-      with timer('values'):
-        values, bootstrap = experience_lib.run_score(
-            score['critic'], states['critic'].params, minibatches, rollout,
-            **by_rows,
-        )  # fmt: skip
-      cut = rollout.truncated & algorithm.bootstrap_truncated
-      bootstrap = np.where(cut, bootstrap, 0.0)
+      critic = stage.states['critic'].params
+      with timings('values'):
+        values, after = run_score(score['critic'], critic)
+      if algorithm.bootstrap_truncated:
+        bootstrap = np.where(rollout.truncated, after, 0.0)
 
     # ---- KL in the reward, advantages -------------------------------------
     penalty = None
-    with timer('adv'):
+    with timings('adv'):
       if algorithm.kl_reward.coef:
         penalty = np.asarray(
           kl.estimator(algorithm.kl_reward.estimator)(
             old_logprobs, reference_logprobs, mask=rollout.mask
           )
         )
-        mean_kl = metrics.mean(penalty, rollout.mask)
-        measured['kl/reward'] = mean_kl
+        measured['kl/reward'] = metrics.mean(penalty, rollout.mask)
         measured['kl/reward_coef'] = metrics.mean(host.kl_reward.coef)
       experience = experience_lib.estimate(
         rollout,
@@ -297,16 +201,16 @@ def train(
 
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
+    order = experience_lib.update_order(
+      len(batches), config.training.epochs_per_step, seed=seed, step=step
+    )
     for role in ('critic', 'actor'):
-      if role not in states or (role == 'actor' and not train_actor):
+      if role not in learners or (role == 'actor' and not train_actor):
         continue
-      with timer(f'update_{role}'):
-        order = experience_lib.update_order(
-          len(batches), config.training.epochs_per_step, seed=seed, step=step
-        )
+      with timings(f'update_{role}'):
         for index in order:
-          states[role], new = update.update(
-            states[role],
+          stage.states[role], new = update.update(
+            stage.states[role],
             experience_lib.slices(
               batches[index], numbers.rows_per_microbatch, mesh
             ),
@@ -315,13 +219,13 @@ def train(
             prefix=role,
           )
           measured = metrics.merge(measured, new)
-        jax.block_until_ready(states[role].params)
+        jax.block_until_ready(stage.states[role].params)
 
     # ---- Host state, metrics, evaluation, checkpoint ----------------------
     values = metrics.compute(measured) | {'actor/kl_coef': host.kl_loss.coef}
     host.step += 1
     host.cursor += config.rollout.prompts_per_step
-    host.policy_version += updates * train_actor
+    host.policy_version += len(order) * train_actor
     run.count_skipped(values)
     run.add_step(rewards.scores, rewards.dropped, rollout.lengths.sum())
     host.kl_reward = kl.update(
@@ -340,7 +244,8 @@ def train(
       run.console.samples(rows)
     seconds = time.perf_counter() - began
     if setup.validation and run.due(config.evaluation.every, setup):
-      values |= validate()
+      with timings('evaluate'):
+        values |= run.validate(setup, relayout, stage.actor)
     values |= timings | {
       'timing_s/step': seconds,
       'perf/tokens_per_second_per_device': (
@@ -351,8 +256,55 @@ def train(
     }
     run.log(values)
     if run.due(config.checkpoint.every, setup):
-      run.save(states)
-  return states['actor'].params
+      run.save(stage.states)
+  return stage.actor
+
+
+def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
+  """The actor, and the critic if there is one."""
+  numbers = setup.numbers
+  warmup = setup.config.critic.warmup_steps
+  learners = {
+    'actor': roles.learner(
+      setup, 'actor', max(numbers.steps - warmup, 1) * numbers.updates_per_step
+    )
+  }
+  if with_critic:
+    learners['critic'] = roles.learner(
+      setup, 'critic', numbers.steps * numbers.updates_per_step
+    )
+  return learners
+
+
+def _losses(config, learners, on_policy: bool, with_reference: bool) -> dict:
+  """The loss of every role: `loss(params, batch, coefs)`."""
+  algorithm = config.algorithm
+  policy_loss = policy_losses.loss(algorithm.policy_loss)
+  if algorithm.policy_loss == 'ppo':
+    policy_loss = functools.partial(
+      policy_loss,
+      clip_low=algorithm.clip_low,
+      clip_high=algorithm.clip_high,
+      dual_clip=algorithm.dual_clip or None,
+    )
+  losses = {
+    'actor': functools.partial(
+      update.actor_loss,
+      score=learners['actor'].score,
+      policy_loss=policy_loss,
+      kl_estimator=kl.loss_estimator(algorithm.kl_loss.estimator),
+      on_policy=on_policy,
+      with_entropy_gradient=algorithm.entropy_coef != 0,
+      with_reference=with_reference,
+    )
+  }
+  if 'critic' in learners:
+    losses['critic'] = functools.partial(
+      update.critic_loss,
+      score=learners['critic'].score,
+      clip=config.critic.clip or None,
+    )
+  return losses
 
 
 def _scale(aggregation: str, config) -> float | None:

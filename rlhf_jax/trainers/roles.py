@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +13,41 @@ from rlhf_jax import checkpoint
 from rlhf_jax import keys
 from rlhf_jax import optim
 from rlhf_jax import types
+from rlhf_jax.models import heads
 from rlhf_jax.models import hf
 from rlhf_jax.models import spec
 from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
+from rlhf_jax.trainers import update
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """How a role learns; its state travels apart."""
+  """How a role computes and learns; its state travels apart."""
 
   specs: types.PyTree
+  score: Callable[..., types.Scores]  # `heads.score`, its keywords bound
   optimizer: optax.GradientTransformation
   learning_rate: Callable[[types.Array], types.Array]
   max_grad_norm: float
 
 
+@dataclasses.dataclass
+class Roles:
+  """The arrays of a stage, by role; the states change with every update."""
+
+  states: dict[str, state_lib.TrainState]  # 'actor', perhaps 'critic'
+  reference: types.PyTree | None = None
+
+  @property
+  def actor(self) -> types.PyTree:
+    return self.states['actor'].params
+
+
 def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
-  """The optimiser of 'actor' or 'critic' and its weight table."""
+  """The forward pass and the optimiser of 'actor' or 'critic'."""
   config = setup.config[role].optimizer
   learning_rate = optim.schedule(
     config.learning_rate,
@@ -47,13 +64,81 @@ def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
     weight_decay=config.weight_decay,
     max_grad_norm=config.max_grad_norm,
   )
-  specs = state_lib.specs_of(_model_of(setup, role), role)
-  return Learner(specs, optimizer, learning_rate, config.max_grad_norm)
+  model = _model_of(setup, role)
+  score = functools.partial(
+    heads.score,
+    config=model,
+    head_chunk=setup.config.model.head_chunk,
+    remat=setup.config.model.remat,
+    dtype=setup_lib.dtype(setup.config.model.dtype),
+  )
+  return Learner(
+    state_lib.specs_of(model, role),
+    score,
+    optimizer,
+    learning_rate,
+    config.max_grad_norm,
+  )
 
 
-def critic_model(setup: setup_lib.Setup):
-  """The critic's architecture: that of `critic.path`, else the actor's."""
-  return _model_of(setup, 'critic')
+def begin_or_restore(
+  setup: setup_lib.Setup,
+  run: run_lib.Run,
+  learners: dict[str, Learner],
+  params: types.PyTree | None,
+  *,
+  with_reference: bool = False,
+) -> Roles:
+  """The roles of a stage: from the run's checkpoint, or as the stage begins.
+
+  Args:
+    setup: of the stage.
+    run: says whether there is a checkpoint; its host state is begun anew where
+      there is none.
+    learners: 'actor', perhaps 'critic'.
+    params: of the actor from the stage before, None in the first.
+    with_reference: keep the actor as it was when the stage began.
+  """
+  step = run.restored_in(setup.name)
+  if step is not None:
+    roles = Roles(restore(setup, learners, run.checkpoints, step))
+    if with_reference:
+      roles.reference = restore_reference(
+        setup, run.workdir, run.host.reference
+      )
+    return roles
+  run.begin_stage(setup)
+  untouched = params is None
+  params = actor_params(setup, params)
+  reference, states = None, {}
+  if with_reference:
+    reference, run.host.reference = begin_reference(
+      setup, run.workdir, params, untouched
+    )
+  if 'critic' in learners:
+    states['critic'] = create(
+      setup, learners['critic'], critic_params(setup, params)
+    )
+  states['actor'] = create(setup, learners['actor'], params)
+  return Roles(states, reference)
+
+
+def programs(
+  setup: setup_lib.Setup,
+  learner_: Learner,
+  loss: Callable[..., tuple],
+  state: state_lib.TrainState,
+) -> dict[str, Callable]:
+  """The jitted programs that update a role, see `update.programs`."""
+  return update.programs(
+    loss,
+    learner_.optimizer,
+    learner_.learning_rate,
+    params=state.params,
+    specs=learner_.specs,
+    mesh=setup.mesh,
+    max_grad_norm=learner_.max_grad_norm,
+  )
 
 
 def actor_params(
@@ -74,7 +159,7 @@ def critic_params(setup: setup_lib.Setup, actor: types.PyTree) -> types.PyTree:
   """From `critic.path`, else a copy of the actor; the value head is zero."""
   if not setup.config.critic.path:
     return state_lib.critic_from_actor(setup.model, actor, setup.mesh)
-  model = critic_model(setup)
+  model = _model_of(setup, 'critic')
   loaded = hf.load(setup.config.critic.path, model, head='value')
   table = state_lib.specs_of(model, 'critic')
   return jax.device_put(loaded, rules.params(setup.mesh, table))

@@ -1,5 +1,7 @@
 """A run's workdir: whether it may start, what it leaves, where it goes on."""
 
+from collections.abc import Callable
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -14,6 +16,8 @@ from rlhf_jax import checkpoint
 from rlhf_jax import types
 from rlhf_jax.monitor import console as console_lib
 from rlhf_jax.monitor import writers
+from rlhf_jax.trainers import checks
+from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
 
@@ -23,6 +27,16 @@ HARMLESS = (
     'checkpoint.', 'dump_every', 'dump_sequences', 'evaluation.', 'export',
     'tensorboard', 'wandb',
 )  # fmt: skip
+
+
+class Timings(dict):
+  """Seconds by metric name: `with timings('gen'): ...`."""
+
+  @contextlib.contextmanager
+  def __call__(self, name: str):
+    began = time.perf_counter()
+    yield
+    self[f'timing_s/{name}'] = time.perf_counter() - began
 
 
 class Refused(ValueError):
@@ -52,8 +66,8 @@ class Run:
     host.stage, host.cursor, host.policy_version = setup.name, 0, 0
     host.reference = {}
     host.tokens_per_microbatch = setup.config.training.tokens_per_microbatch
-    host.kl_reward = setup_lib.controller(setup.config.algorithm.kl_reward)
-    host.kl_loss = setup_lib.controller(setup.config.algorithm.kl_loss)
+    host.kl_reward = checks.controller(setup.config.algorithm.kl_reward)
+    host.kl_loss = checks.controller(setup.config.algorithm.kl_loss)
 
   def save(self, arrays: types.PyTree) -> None:
     """Writes a checkpoint of arrays and host state under the current step."""
@@ -77,13 +91,44 @@ class Run:
     self.console.step(host.step, values)
     host.last |= values
 
-  def log_evaluation(self, values: dict[str, float], best_metric: str) -> None:
-    """Remembers the best evaluation, see `evaluation.best_metric`."""
-    host = self.host
+  def validate(
+    self,
+    setup: setup_lib.Setup,
+    relayout: Callable[[types.PyTree], types.PyTree],
+    params: types.PyTree,
+  ) -> dict[str, float]:
+    """Evaluates a policy; writes and shows samples, remembers the best."""
+    config, host = setup.config, self.host
+    values, rows, events = evaluate.evaluate(
+      relayout(params),
+      setup.validation,
+      setup.tokenizer,
+      setup.rewards,
+      setup.reward_weights,
+      seed=config.seed,
+      stage=setup.name,
+      step=host.step,
+      timeout_s=config.reward_timeout_s,
+      default=config.reward_on_timeout,
+      **setup.sampler(1),
+    )
+    self.events(events)
+    self.writer.samples(rows)
+    self.console.samples(rows)
     host.last |= values
-    value = values.get(best_metric)
+    name = config.evaluation.best_metric
+    value = values.get(name)
     if value is not None and value > host.best.get('value', -np.inf):
-      host.best = dict(name=best_metric, value=value, step=host.step)
+      host.best = dict(name=name, value=value, step=host.step)
+    return values
+
+  def validates_before(self, setup: setup_lib.Setup) -> bool:
+    """Whether to evaluate before the first step of a stage."""
+    if not setup.validation or not setup.rewards:
+      return False
+    begins = self.restored_in(setup.name) is None
+    evaluation = setup.config.evaluation
+    return evaluation.only or (begins and evaluation.before_train)
 
   def log_before(self, values: dict[str, float]) -> None:
     """Writes an evaluation that belongs to no new step."""

@@ -2,18 +2,12 @@
 
 from collections.abc import Callable
 import dataclasses
-import difflib
-import math
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from rlhf_jax.algorithms import advantages
-from rlhf_jax.algorithms import aggregation
-from rlhf_jax.algorithms import kl
-from rlhf_jax.algorithms import policy_losses
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.data import sources
@@ -23,22 +17,11 @@ from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.trainers import arithmetic
+from rlhf_jax.trainers import checks
 
 # Prompts that are compared to find what all of them have in common.
 _PREFIX_PROMPTS = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbers:
-  """The batch arithmetic of a stage, in stated units."""
-
-  steps: int  # of this stage
-  sequences_per_step: int
-  minibatches_per_step: int
-  updates_per_step: int
-  longest_sequence: int  # tokens
-  rows_per_microbatch: int  # over all data groups
-  tokens_per_microbatch: int  # over all data groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +32,7 @@ class Setup:
   trainer: str
   config: ConfigDict  # with the overrides of the stage
   first_step: int  # global step before its first
-  numbers: Numbers
+  numbers: arithmetic.Numbers
   mesh: jax.sharding.Mesh
   model: model_config.ModelConfig
   tokenizer: object
@@ -87,66 +70,6 @@ def dtype(name: str) -> jnp.dtype:
   return jnp.dtype(name)
 
 
-def keys_of(config: ConfigDict, prefix: str = '') -> dict[str, object]:
-  """{'dotted.key': value} of every leaf."""
-  flat = {}
-  for name, value in config.items():
-    if isinstance(value, ConfigDict):
-      flat |= keys_of(value, f'{prefix}{name}.')
-    else:
-      flat[prefix + name] = value
-  return flat
-
-
-def stage_config(config: ConfigDict, overrides: dict) -> ConfigDict:
-  """A copy of the config with the overrides of one stage.
-
-  Raises:
-    ValueError: an override names no key; suggests the nearest one.
-  """
-  copy = config.copy_and_resolve_references()  # nested parts too
-  copy.lock()
-  known = keys_of(config)
-  for name, value in overrides.items():
-    if name not in known:
-      near = difflib.get_close_matches(name, known, 1)
-      raise ValueError(
-        f'stage override {name!r} is not a config key'
-        + (f'; did you mean {near[0]!r}?' if near else '')
-      )
-    *parents, leaf = name.split('.')
-    at = copy
-    for parent in parents:
-      at = at[parent]
-    at[leaf] = value
-  return copy
-
-
-def check_overrides(config: ConfigDict, from_flags: set[str]) -> list[str]:
-  """Refuses command-line values that no stage would read.
-
-  Args:
-    config: the whole config.
-    from_flags: dotted keys set on the command line.
-
-  Returns:
-    Notes on keys that only some stages override.
-  """
-  notes = []
-  for key in sorted(from_flags):
-    own = [name for name, _, overrides in config.stages if key in overrides]
-    if own and len(own) == len(config.stages):
-      raise ValueError(
-        f'--config.{key} would change nothing: every stage ({", ".join(own)})'
-        ' sets it for itself; change it in the config file'
-      )
-    if own:
-      notes.append(
-        f'--config.{key}: stage {", ".join(own)} keeps its own value'
-      )
-  return notes
-
-
 def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   """Prepares every stage of a run.
 
@@ -171,9 +94,14 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
       )
     try:
       setup = _stage(
-          name, trainer, stage_config(config, dict(overrides)), first, mesh,
-          model, tokenizer,
-      )  # fmt: skip
+        name,
+        trainer,
+        checks.stage_config(config, dict(overrides)),
+        first,
+        mesh,
+        model,
+        tokenizer,
+      )
     except ValueError as error:
       raise ValueError(f'stage {name!r}: {error}') from error
     result.append(setup)
@@ -254,8 +182,14 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     for key, value in config.rewards.items()
   }
   if trainer == 'ppo':
-    _check_ppo(config, model, rewards)
-  numbers = _numbers(config, trainer, mesh, model, len(stream))
+    checks.ppo(config, model, rewards)
+  numbers = arithmetic.derive(
+    config,
+    trainer,
+    max_positions=model.max_positions,
+    data_groups=mesh_lib.data_groups(mesh),
+    prompts_in_data=len(stream),
+  )
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(
     name=name,
@@ -284,177 +218,6 @@ def _prefix(prompts) -> np.ndarray:
   for row, prompt in zip(tokens, prompts):
     row[: len(prompt.ids)] = prompt.ids
   return tokens[0, : packing.common_prefix(tokens, lengths)]
-
-
-def _numbers(config, trainer, mesh, model, prompts_in_data) -> Numbers:
-  """The batch arithmetic; every division must be exact."""
-  rollout, training = config.rollout, config.training
-  for key, value in {
-    'rollout.prompts_per_step': rollout.prompts_per_step,
-    'rollout.samples_per_prompt': rollout.samples_per_prompt,
-    'rollout.max_new_tokens': rollout.max_new_tokens,
-    'data.max_prompt_tokens': config.data.max_prompt_tokens,
-    'training.sequences_per_minibatch': training.sequences_per_minibatch,
-    'training.epochs_per_step': training.epochs_per_step,
-    'training.tokens_per_row': training.tokens_per_row,
-    'training.tokens_per_microbatch': training.tokens_per_microbatch,
-  }.items():
-    if value < 1:
-      raise ValueError(f'{key}={value} must be 1 or more')
-  longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-  if longest > model.max_positions:
-    raise ValueError(
-      f'data.max_prompt_tokens={config.data.max_prompt_tokens} and'
-      f' rollout.max_new_tokens={rollout.max_new_tokens} make sequences of'
-      f' {longest} tokens, the model has {model.max_positions} positions'
-    )
-  if longest > training.tokens_per_row:
-    raise ValueError(
-      f'training.tokens_per_row={training.tokens_per_row} cannot hold the longest'
-      f' sequence of {longest} tokens (max_prompt_tokens + max_new_tokens):'
-      ' raise tokens_per_row'
-    )
-  if training.tokens_per_microbatch % training.tokens_per_row:
-    raise ValueError(
-      f'training.tokens_per_microbatch={training.tokens_per_microbatch} must be a'
-      f' multiple of training.tokens_per_row={training.tokens_per_row}'
-    )
-  if trainer == 'ppo':
-    prompts = rollout.prompts_per_step
-    sequences = prompts * rollout.samples_per_prompt
-    if training.sequences_per_minibatch % rollout.samples_per_prompt:
-      raise ValueError(
-        'training.sequences_per_minibatch='
-        f'{training.sequences_per_minibatch} must be a multiple of'
-        f' rollout.samples_per_prompt={rollout.samples_per_prompt}: the'
-        ' samples of a prompt stay in one mini-batch'
-      )
-    if sequences % training.sequences_per_minibatch:
-      raise ValueError(
-        f'{prompts} prompts x {rollout.samples_per_prompt} samples ='
-        f' {sequences} sequences per step cannot be divided into mini-batches'
-        f' of training.sequences_per_minibatch={training.sequences_per_minibatch}'
-      )
-    minibatches = sequences // training.sequences_per_minibatch
-    updates = minibatches * training.epochs_per_step
-  else:
-    prompts = sequences = training.sequences_per_minibatch
-    minibatches = updates = 1
-  if prompts > prompts_in_data:
-    raise ValueError(
-      f'a step takes {prompts} prompts, the training set has'
-      f' {prompts_in_data}: lower the batch or add data'
-    )
-  if (config.steps > 0) == (config.epochs > 0):
-    raise ValueError(
-      f'set the length of the stage by one of steps={config.steps} and'
-      f' epochs={config.epochs}'
-    )
-  steps = config.steps or math.floor(config.epochs * prompts_in_data / prompts)
-  if steps < 1:
-    raise ValueError(
-      f'epochs={config.epochs} of {prompts_in_data} prompts are less than one'
-      f' step of {prompts} prompts'
-    )
-  groups = mesh_lib.data_groups(mesh)
-  return Numbers(
-    steps=steps,
-    sequences_per_step=sequences,
-    minibatches_per_step=minibatches,
-    updates_per_step=updates,
-    longest_sequence=longest,
-    rows_per_microbatch=(
-      training.tokens_per_microbatch // training.tokens_per_row * groups
-    ),
-    tokens_per_microbatch=training.tokens_per_microbatch * groups,
-  )
-
-
-def _check_ppo(config, model, rewards) -> None:
-  """Refuses settings that would be ignored or make no sense together."""
-  algorithm = config.algorithm
-  if not rewards:
-    raise ValueError(
-      f'no rewards: add one of {sorted(reward_rules.RULES)} to config.rewards'
-    )
-  if config.rollout.temperature <= 0:
-    raise ValueError(
-      f'rollout.temperature={config.rollout.temperature} is greedy: it has no'
-      ' log-probs to train on; set it above 0'
-    )
-  advantages.estimator(algorithm.advantages)
-  policy_losses.loss(algorithm.policy_loss)
-  if algorithm.aggregation not in aggregation.MODES:
-    raise ValueError(
-      f'algorithm.aggregation={algorithm.aggregation!r} is not one of'
-      f' {sorted(aggregation.MODES)}'
-    )
-  kl.estimator(algorithm.kl_reward.estimator)
-  kl.loss_estimator(algorithm.kl_loss.estimator)
-  for name in ('kl_reward', 'kl_loss'):
-    controller(algorithm[name])
-  with_critic = algorithm.advantages in advantages.CRITIC_ESTIMATORS
-  if config.rollout.samples_per_prompt < 2 and not with_critic:
-    raise ValueError(
-      f'algorithm.advantages={algorithm.advantages!r} compares the samples of'
-      ' a prompt: set rollout.samples_per_prompt to 2 or more'
-    )
-  if algorithm.drop_uniform_groups and config.rollout.samples_per_prompt < 2:
-    raise ValueError(
-      'algorithm.drop_uniform_groups with rollout.samples_per_prompt=1 would'
-      ' drop every sequence: sample each prompt 2 times or more'
-    )
-  if not with_critic:
-    for key, unset in (
-        ('gamma', 1.0), ('lam', 1.0), ('bootstrap_truncated', False)
-    ):  # fmt: skip
-      if algorithm[key] != unset:
-        raise ValueError(
-          f'algorithm.{key}={algorithm[key]} would be ignored by'
-          f' algorithm.advantages={algorithm.advantages!r}: set it to {unset}'
-        )
-    if config.critic.path or config.critic.warmup_steps:
-      raise ValueError(
-        f'algorithm.advantages={algorithm.advantages!r} has no critic:'
-        " critic.path must be '' and critic.warmup_steps 0"
-      )
-  if config.critic.path:
-    critic = hf.load_config(config.critic.path)
-    if critic.vocab_size != model.vocab_size:
-      raise ValueError(
-        f'the critic of {config.critic.path} has a vocabulary of'
-        f' {critic.vocab_size}, the policy one of {model.vocab_size}'
-      )
-  if algorithm.bootstrap_truncated and algorithm.mask_truncated:
-    raise ValueError(
-      'algorithm.bootstrap_truncated and algorithm.mask_truncated exclude'
-      ' each other'
-    )
-  if algorithm.policy_loss == 'reinforce':
-    updates = (
-      config.rollout.prompts_per_step
-      * config.rollout.samples_per_prompt
-      // config.training.sequences_per_minibatch
-      * config.training.epochs_per_step
-    )
-    if updates > 1:
-      raise ValueError(
-        f'algorithm.policy_loss=reinforce is on-policy, a step of {updates}'
-        ' updates is not: use ppo or one mini-batch and one epoch'
-      )
-
-
-def controller(config: ConfigDict) -> kl.Controller:
-  """The KL controller that a config section asks for."""
-  if config.controller == 'fixed':
-    return kl.fixed(config.coef)
-  if config.controller == 'adaptive':
-    return kl.adaptive(
-      config.coef, target=config.target, horizon=config.horizon
-    )
-  raise ValueError(
-    f"controller={config.controller!r} is not one of ['adaptive', 'fixed']"
-  )
 
 
 def describe(setup: Setup) -> list[str]:

@@ -10,9 +10,7 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
-from rlhf_jax.models import heads
 from rlhf_jax.sampling import engine
-from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
@@ -33,74 +31,31 @@ def train(
   Returns:
     The parameters after the last step.
   """
-  config, numbers, mesh, host = (
-    setup.config,
-    setup.numbers,
-    setup.mesh,
-    run.host,
-  )
+  config, numbers, mesh = setup.config, setup.numbers, setup.mesh
+  host = run.host
   last_step = setup.first_step + numbers.steps
 
   # ---- Role and programs ---------------------------------------------------
   learner = roles.learner(setup, 'actor', numbers.steps)
-  restored = run.restored_in(setup.name)
-  if restored is not None:
-    state = roles.restore(setup, {'actor': learner}, run.checkpoints, restored)[
-      'actor'
-    ]
-  else:
-    run.begin_stage(setup)
-    state = roles.create(setup, learner, roles.actor_params(setup, params))
-  score = functools.partial(
-    heads.score,
-    config=setup.model,
-    head_chunk=config.model.head_chunk,
-    remat=config.model.remat,
-    dtype=setup_lib.dtype(config.model.dtype),
-  )
-  programs = update.programs(
-    functools.partial(update.supervised_loss, score=score),
-    learner.optimizer,
-    learner.learning_rate,
-    params=state.params,
-    specs=learner.specs,
-    mesh=mesh,
-    max_grad_norm=learner.max_grad_norm,
+  stage = roles.begin_or_restore(setup, run, {'actor': learner}, params)
+  programs = roles.programs(
+    setup,
+    learner,
+    functools.partial(update.supervised_loss, score=learner.score),
+    stage.states['actor'],
   )
   relayout = engine.relayout_program(
     mesh, learner.specs, setup_lib.dtype(config.rollout.dtype)
   )
 
-  def validate():
-    values, rows, events = evaluate.evaluate(
-      relayout(state.params),
-      setup.validation,
-      setup.tokenizer,
-      setup.rewards,
-      setup.reward_weights,
-      seed=config.seed,
-      stage=setup.name,
-      step=host.step,
-      timeout_s=config.reward_timeout_s,
-      default=config.reward_on_timeout,
-      **setup.sampler(1),
-    )
-    run.events(events)
-    run.writer.samples(rows)
-    run.console.samples(rows)
-    run.log_evaluation(values, config.evaluation.best_metric)
-    return values
-
   # ---- Before the first step -----------------------------------------------
   run.console.start_stage(
     setup.name, numbers.steps, done=host.step - setup.first_step
   )
-  can_validate = bool(setup.validation and setup.rewards)
-  before = restored is None and config.evaluation.before_train
-  if can_validate and (before or config.evaluation.only):
-    run.log_before(validate())
+  if run.validates_before(setup):
+    run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
-    return state.params
+    return stage.actor
 
   while host.step < last_step:
     began = time.perf_counter()
@@ -111,8 +66,8 @@ def train(
     )
     batch = pack(examples, setup)
     # ---- Update --------------------------------------------------------------
-    state, measured = update.update(
-      state,
+    stage.states['actor'], measured = update.update(
+      stage.states['actor'],
       experience.slices(batch, numbers.rows_per_microbatch, mesh),
       {},
       programs=programs,
@@ -126,8 +81,9 @@ def train(
     host.tokens += int(examples.lengths.sum())
     run.count_skipped(values)
     seconds = time.perf_counter() - began
-    if can_validate and run.due(config.evaluation.every, setup):
-      values |= validate()
+    if setup.validation and setup.rewards:
+      if run.due(config.evaluation.every, setup):
+        values |= run.validate(setup, relayout, stage.actor)
     values |= {
       'timing_s/step': seconds,
       'perf/tokens_per_second_per_device': (
@@ -137,8 +93,8 @@ def train(
     }
     run.log(values)
     if run.due(config.checkpoint.every, setup):
-      run.save({'actor': state})
-  return state.params
+      run.save(stage.states)
+  return stage.actor
 
 
 def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:

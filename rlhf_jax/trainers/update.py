@@ -37,6 +37,7 @@ def actor_loss(
   policy_loss: Callable[..., tuple[types.Array, metrics.Metrics]],
   kl_estimator: Callable[..., types.Array],
   on_policy: bool,
+  with_entropy_gradient: bool,
   with_reference: bool,
 ) -> tuple[types.Array, metrics.Metrics]:
   """`sum w (L_policy - c_H H + c_KL KL)`.
@@ -51,6 +52,8 @@ def actor_loss(
     on_policy: the step makes this one update, so the old log-probs are the new
       ones without their gradient; `batch.old_logprobs` holds the sampler's, to
       measure the gap.
+    with_entropy_gradient: False where the coefficient is 0: entropy is still
+      reported, but its gradient would cost two passes over the logits.
     with_reference: whether `batch.reference_logprobs` holds anything.
 
   Returns:
@@ -70,8 +73,10 @@ def actor_loss(
   if on_policy:
     statistics |= sampler_gap(scores.logprobs, batch.old_logprobs, mask)
   policy = aggregation.total(losses, batch.weights, mask)
-  entropy = aggregation.total(scores.entropy, batch.weights, mask)
-  loss = policy - coefs['entropy'] * entropy
+  loss = policy
+  if with_entropy_gradient:
+    entropy = aggregation.total(scores.entropy, batch.weights, mask)
+    loss -= coefs['entropy'] * entropy
   statistics |= {
     'actor/pg_loss': metrics.sum(policy),
     'actor/entropy': metrics.mean(scores.entropy, mask),

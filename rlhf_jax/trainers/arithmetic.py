@@ -1,0 +1,123 @@
+"""Batch arithmetic: every size in a stated unit, every division exact."""
+
+import dataclasses
+import math
+
+from ml_collections import ConfigDict
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+  """The batch arithmetic of a stage, in stated units."""
+
+  steps: int  # of this stage
+  sequences_per_step: int
+  minibatches_per_step: int
+  updates_per_step: int
+  longest_sequence: int  # tokens
+  rows_per_microbatch: int  # over all data groups
+  tokens_per_microbatch: int  # over all data groups
+
+
+def derive(
+  config: ConfigDict,
+  trainer: str,
+  *,
+  max_positions: int,
+  data_groups: int,
+  prompts_in_data: int,
+) -> Numbers:
+  """The numbers of a stage.
+
+  Args:
+    config: of the stage.
+    trainer: 'ppo' or 'sft'.
+    max_positions: tokens that the model can read.
+    data_groups: over which rows are split.
+    prompts_in_data: of the training set.
+
+  Raises:
+    ValueError: a division is not exact or something does not fit; the message
+      has the numbers.
+  """
+  rollout, training = config.rollout, config.training
+  for key, value in {
+    'rollout.prompts_per_step': rollout.prompts_per_step,
+    'rollout.samples_per_prompt': rollout.samples_per_prompt,
+    'rollout.max_new_tokens': rollout.max_new_tokens,
+    'data.max_prompt_tokens': config.data.max_prompt_tokens,
+    'training.sequences_per_minibatch': training.sequences_per_minibatch,
+    'training.epochs_per_step': training.epochs_per_step,
+    'training.tokens_per_row': training.tokens_per_row,
+    'training.tokens_per_microbatch': training.tokens_per_microbatch,
+  }.items():
+    if value < 1:
+      raise ValueError(f'{key}={value} must be 1 or more')
+  longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+  if longest > max_positions:
+    raise ValueError(
+      f'data.max_prompt_tokens={config.data.max_prompt_tokens} and'
+      f' rollout.max_new_tokens={rollout.max_new_tokens} make sequences of'
+      f' {longest} tokens, the model has {max_positions} positions'
+    )
+  if longest > training.tokens_per_row:
+    raise ValueError(
+      f'training.tokens_per_row={training.tokens_per_row} cannot hold the'
+      f' longest sequence of {longest} tokens (max_prompt_tokens +'
+      ' max_new_tokens): raise tokens_per_row'
+    )
+  if training.tokens_per_microbatch % training.tokens_per_row:
+    raise ValueError(
+      'training.tokens_per_microbatch='
+      f'{training.tokens_per_microbatch} must be a multiple of'
+      f' training.tokens_per_row={training.tokens_per_row}'
+    )
+  if trainer == 'ppo':
+    prompts = rollout.prompts_per_step
+    sequences = prompts * rollout.samples_per_prompt
+    if training.sequences_per_minibatch % rollout.samples_per_prompt:
+      raise ValueError(
+        'training.sequences_per_minibatch='
+        f'{training.sequences_per_minibatch} must be a multiple of'
+        f' rollout.samples_per_prompt={rollout.samples_per_prompt}: the'
+        ' samples of a prompt stay in one mini-batch'
+      )
+    if sequences % training.sequences_per_minibatch:
+      raise ValueError(
+        f'{prompts} prompts x {rollout.samples_per_prompt} samples ='
+        f' {sequences} sequences per step cannot be divided into'
+        ' mini-batches of training.sequences_per_minibatch='
+        f'{training.sequences_per_minibatch}'
+      )
+    minibatches = sequences // training.sequences_per_minibatch
+    updates = minibatches * training.epochs_per_step
+  else:
+    prompts = sequences = training.sequences_per_minibatch
+    minibatches = updates = 1
+  if prompts > prompts_in_data:
+    raise ValueError(
+      f'a step takes {prompts} prompts, the training set has'
+      f' {prompts_in_data}: lower the batch or add data'
+    )
+  if (config.steps > 0) == (config.epochs > 0):
+    raise ValueError(
+      f'set the length of the stage by one of steps={config.steps} and'
+      f' epochs={config.epochs}'
+    )
+  steps = config.steps or math.floor(config.epochs * prompts_in_data / prompts)
+  if steps < 1:
+    raise ValueError(
+      f'epochs={config.epochs} of {prompts_in_data} prompts are less than one'
+      f' step of {prompts} prompts'
+    )
+  return Numbers(
+    steps=steps,
+    sequences_per_step=sequences,
+    minibatches_per_step=minibatches,
+    updates_per_step=updates,
+    longest_sequence=longest,
+    rows_per_microbatch=(
+      training.tokens_per_microbatch // training.tokens_per_row * data_groups
+    ),
+    tokens_per_microbatch=training.tokens_per_microbatch * data_groups,
+  )
