@@ -19,7 +19,7 @@ def optimizer(learning_rate: float) -> ConfigDict:
       b2=0.99,
       eps=1e-8,
       weight_decay=0.0,
-      max_grad_norm=1.0,  # global norm; larger gradients are scaled down
+      max_grad_norm=1.0,  # larger gradients are scaled down to it; 0 = off
     )
   )
 
@@ -29,7 +29,8 @@ def kl(estimator: str) -> ConfigDict:
   return ConfigDict(
     dict(
       coef=0.0,  # of the KL in nats per token; 0 is off
-      estimator=estimator,  # k1 | k2 | k3 (the loss refuses k1)
+      # k1 | k2 | k3 | abs | low_var_kl | k1+ | k3+ (the loss: not k1, abs)
+      estimator=estimator,
       controller='fixed',  # fixed | adaptive (Ziegler et al. 2019)
       target=0.1,  # adaptive: nats per token to hold
       horizon=10_000,  # adaptive: sequences
@@ -55,7 +56,7 @@ def get_config() -> ConfigDict:
   config.model.architecture = ConfigDict()  # fields of ModelConfig, if scratch
   config.model.dtype = 'auto'  # float32 | bfloat16 | auto (by the platform)
   config.model.remat = False  # recompute each block in the backward pass
-  config.model.head_chunk = 2048  # tokens whose logits exist at one time
+  config.model.head_chunk = 2048  # tokens per data group with logits at a time
   config.tokenizer = ''  # 'bytes', a folder or hub id; '' = model.path
 
   config.mesh = ConfigDict()
@@ -95,10 +96,12 @@ def get_config() -> ConfigDict:
   config.algorithm.advantages = 'gae'  # gae | grpo | rloo
   config.algorithm.gamma = 1.0  # discount per token (gae)
   config.algorithm.lam = 1.0  # lambda of gae
-  config.algorithm.whiten = True  # advantages over the whole step
+  config.algorithm.whiten = True  # advantages over the whole step (gae)
   config.algorithm.bootstrap_truncated = False  # value after a cut sequence
   config.algorithm.mask_truncated = False  # cut sequences do not train
-  config.algorithm.drop_uniform_groups = False  # equal scores do not train
+  # Groups of equal scores have no advantage (grpo, rloo): leave them out of
+  # the update, with their part in the KL loss and in the metrics of the update.
+  config.algorithm.drop_uniform_groups = False
   config.algorithm.policy_loss = 'ppo'  # ppo | reinforce
   config.algorithm.clip_low = 0.2  # ratio down to 1 - clip_low
   config.algorithm.clip_high = 0.2  # ratio up to 1 + clip_high
@@ -128,7 +131,7 @@ def get_config() -> ConfigDict:
   config.evaluation.before_train = True
   config.evaluation.only = False  # evaluate and stop
   config.evaluation.max_prompts = 0  # prompts; 0 = all of the validation set
-  # `summary.json` and `config.json` name the best value of this metric.
+  # `summary.json` has the largest value of this metric, val/SOURCE/REWARD.
   config.evaluation.best_metric = ''
 
   config.checkpoint = ConfigDict()

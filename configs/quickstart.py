@@ -38,7 +38,10 @@ def get_config(arg: str = '') -> ConfigDict:
   )
   digits = dict(digits=2)
   config.data.train = ConfigDict(
-    dict(source='arithmetic', args=dict(split='train', size=8192, **digits))
+    dict(
+      source='arithmetic',
+      args=dict(split='train', size=1_000_000, part=(0, 2), **digits),
+    )
   )
   config.data.validation = ConfigDict(
     dict(source='arithmetic', args=dict(split='validation', size=256, **digits))
@@ -68,6 +71,7 @@ def get_config(arg: str = '') -> ConfigDict:
       'sft',
       {
         'steps': 190,
+        'data.train.args.part': (1, 2),  # not the problems of the next stage
         'training.sequences_per_minibatch': 192,
         'actor.optimizer.learning_rate': 1e-3,
         'actor.optimizer.warmup_updates': 20,

@@ -22,7 +22,6 @@ from ml_collections import config_flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from rlhf_jax.models import hf  # noqa: E402
-from rlhf_jax.monitor import report  # noqa: E402
 from rlhf_jax.monitor import writers  # noqa: E402
 from rlhf_jax.trainers import checks  # noqa: E402
 from rlhf_jax.trainers import ppo  # noqa: E402
@@ -64,7 +63,7 @@ def train(
   resolved = writers.plain(config)
   try:
     run_lib.check_workdir(workdir, resolved, resume)
-    if run_lib.show_finished(workdir) and not config.evaluation.only:
+    if not config.evaluation.only and run_lib.show_finished(workdir):
       return 0
     notes = checks.check_overrides(config, from_flags)
     setups = setup_lib.stages(config, tuple(TRAINERS))
@@ -102,9 +101,7 @@ def train(
     run.writer.event('error', reason, step=run.host.step)
     raise
   finally:
-    summary = run.finish(reason, total)
-    report.write(workdir)
-    run_lib.conclude(run, summary)
+    run_lib.conclude(run, reason, total)
   return 0
 
 

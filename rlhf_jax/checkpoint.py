@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from rlhf_jax import tree
 from rlhf_jax import types
 
 
@@ -40,7 +41,7 @@ def save(
   checkpoints.save(
     step,
     args=ocp.args.Composite(
-      arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
+      arrays=ocp.args.PyTreeSave(arrays), host=ocp.args.JsonSave(host)
     ),
     force=True,
   )
@@ -57,11 +58,34 @@ def restore_host(checkpoints: ocp.CheckpointManager, step: int) -> dict:
 def restore_arrays(
   checkpoints: ocp.CheckpointManager, step: int, abstract: types.PyTree
 ) -> types.PyTree:
-  """The arrays of a step, in the shapes, dtypes and shardings of `abstract`."""
-  return checkpoints.restore(
+  """The arrays of a step, in the shapes, dtypes and shardings of `abstract`.
+
+  Top-level entries of the checkpoint that `abstract` lacks are not read.
+
+  Raises:
+    ValueError: the checkpoint lacks an array; the message names them.
+  """
+  arrays = checkpoints.restore(
     step,
-    args=ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract)),
+    args=ocp.args.Composite(
+      arrays=ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+      )
+    ),
   )['arrays']
+  missing = [
+    name
+    for name, x in tree.flatten(arrays).items()
+    if isinstance(x, jax.ShapeDtypeStruct)
+  ]
+  if missing:
+    raise ValueError(
+      f'the checkpoint of step {step} lacks {missing}: it was written by a run'
+      ' with other roles'
+    )
+  return arrays
 
 
 def save_reference(

@@ -20,7 +20,12 @@ def key(seed: int, purpose: str, *address) -> jax.Array:
 
   Returns:
     A threefry key (its bits are the same on every platform).
+
+  Raises:
+    ValueError: unknown purpose.
   """
+  if purpose not in PURPOSES:
+    raise ValueError(f'purpose {purpose!r} is not in {PURPOSES}')
   result = jax.random.key(seed, impl='threefry2x32')
   for number in (PURPOSES.index(purpose), *address):
     result = jax.random.fold_in(result, number)

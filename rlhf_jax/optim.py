@@ -71,10 +71,21 @@ def adamw(
     b2: decay of the second moment.
     eps: added to the root of the second moment.
     weight_decay: decoupled (Loshchilov and Hutter 2019).
-    max_grad_norm: gradients with a larger global norm are scaled down to it.
+    max_grad_norm: gradients with a larger global norm are scaled down to it;
+      0 is off.
+
+  Raises:
+    ValueError: a negative norm, which would turn the gradient around.
   """
+  if max_grad_norm < 0:
+    raise ValueError(
+      f'optimizer.max_grad_norm={max_grad_norm} must be positive, or 0 for off'
+    )
+  clip = optax.identity()
+  if max_grad_norm:
+    clip = optax.clip_by_global_norm(max_grad_norm)
   return optax.chain(
-    optax.clip_by_global_norm(max_grad_norm),
+    clip,
     optax.adamw(
       learning_rate,
       b1=b1,

@@ -28,7 +28,7 @@ def global_norm(tree: PyTree) -> Array:
   for leaf in leaves:
     leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     total = total + jnp.sum(jnp.square(leaf))
-  positive = total > 0
+  positive = total != 0  # so that NaN stays NaN
   return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1.0)), 0.0)
 
 

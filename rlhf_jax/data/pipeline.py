@@ -107,8 +107,8 @@ class PromptStream:
     """The prompts of samples `cursor` to `cursor + count - 1`.
 
     Raises:
-      ValueError: `count` is not in 1 .. len(self): a batch must not meet the
-        same prompt twice by wrapping around.
+      ValueError: `count` is not in 1 .. len(self). (A batch across the border
+        of two epochs may still hold a prompt twice.)
     """
     if cursor < 0:
       raise ValueError(f'the cursor must not be negative, got {cursor}')

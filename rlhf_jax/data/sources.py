@@ -57,6 +57,7 @@ def arithmetic(
   operands: int = 2,
   operators: str = '+',
   held_out_share: float = 0.1,
+  part: tuple[int, int] = (0, 1),
 ) -> Sequence[Example]:
   """Sums such as '47+385=' with the answer '432', generated.
 
@@ -73,6 +74,8 @@ def arithmetic(
     operands: terms of a problem, at least 2.
     operators: those to draw from, '+', '-' or '+-'.
     held_out_share: share of all problems kept for validation.
+    part: (i, n) keeps the i-th of n parts of the problems, which have none in
+      common: two training sets of different parts share no problem.
 
   Raises:
     ValueError: an argument out of range, or too few distinct problems.
@@ -86,6 +89,9 @@ def arithmetic(
     )
   if not operators or set(operators) - set('+-'):
     raise ValueError(f"operators must be '+', '-' or '+-', got {operators!r}")
+  part_index, parts = part
+  if not 0 <= part_index < parts:
+    raise ValueError(f'part must be (i, n) with 0 <= i < n, got {part}')
   validation = split == 'validation'
   if size is None:
     size = 256 if validation else 2**31
@@ -99,7 +105,9 @@ def arithmetic(
       terms = generator.integers(0, 10**digits, operands).tolist()
       picks = generator.integers(0, len(operators), operands - 1)
       signs = ['+', *(operators[i] for i in picks)]
-      if _held_out(signs, terms, held_out_share) == validation:
+      place = _place(signs, terms)
+      mine = int(place / held_out_share * parts) % parts == part_index
+      if (place < held_out_share) == validation and mine:
         return signs, terms
     return None
 
@@ -125,10 +133,11 @@ def arithmetic(
   )
 
 
-def _held_out(signs, terms, share: float) -> bool:
+def _place(signs, terms) -> float:
+  """A number in [0, 1) that depends on the problem alone."""
   key = ' '.join(sorted(f'{sign}{term}' for sign, term in zip(signs, terms)))
   digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-  return int.from_bytes(digest, 'big') < share * 2**64
+  return int.from_bytes(digest, 'big') / 2**64
 
 
 def _sum_example(signs, terms) -> Example:

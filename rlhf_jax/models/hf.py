@@ -71,30 +71,56 @@ def load(
   *,
   head: str = 'policy',
   dtype: Any = jnp.float32,
+  shardings: PyTree | None = None,
 ) -> PyTree:
   """The weights of a folder or hub id as parameters of `decoder.specs`.
 
   With head='value' the body is read and the head is the stored one if the
   folder is an exported critic, zeros otherwise; an output head is left out.
 
+  Args:
+    path: folder or hub id.
+    config: as `load_config` gives it.
+    head: 'policy' or 'value'.
+    dtype: of the parameters.
+    shardings: of the parameters; each weight goes to its devices as it is read.
+      None puts everything on the first device.
+
   Raises:
     FileNotFoundError: no folder or no safetensors in it.
     ValueError: weights that are missing, unexpected or of another shape.
   """
   specs = decoder.specs(config, head)
+  if shardings is None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: here, specs)
   with _Reader(folder(path)) as reader:
     _check_names(reader, specs, config, head)
 
-    def one(spec: spec_lib.Spec) -> jax.Array:
+    def one(spec: spec_lib.Spec, sharding) -> jax.Array:
+      out = np.zeros(spec.shape, dtype)
       if spec.hf_name == _VALUE_HEAD and _VALUE_HEAD not in reader.shapes:
-        return jnp.zeros(spec.shape, dtype)
-      out = np.empty(spec.shape, dtype)
+        return jax.device_put(out, sharding)
       parts = out if spec.stacked else out[None]
       for part, name in zip(parts, spec.hf_names(), strict=True):
         part[...] = spec.from_hf(reader.read(name))
-      return jnp.asarray(out)
+      return jax.device_put(out, sharding)
 
-    return jax.tree.map(one, specs)
+    return jax.tree.map(one, specs, shardings)
+
+
+def stop_ids(path: str | os.PathLike) -> frozenset[int]:
+  """The end-of-sequence ids of generation_config.json; none without one.
+
+  Chat models often have more of them than their tokenizer names.
+  """
+  file = folder(path) / 'generation_config.json'
+  if not file.is_file():
+    return frozenset()
+  ids = json.loads(file.read_text()).get('eos_token_id')
+  if ids is None:
+    return frozenset()
+  return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def export(

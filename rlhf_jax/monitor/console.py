@@ -142,7 +142,7 @@ class Console:
       return
     self._console.print()
     for name, value in summary.items():
-      self._console.out(f'{name:<40}{_format(value)}', highlight=False)
+      self._console.out(f'{name:<44} {_format(value)}', highlight=False)
     if next_commands:
       self._console.print()
       self._console.print('Next:')

@@ -96,8 +96,10 @@ def evaluate(
         else:
           bad.append(n)
     if bad:
-      broken[bad] = True
-      what = 'were not finite; the samples are dropped'
+      what = 'were not finite and are left out'
+      if vector[k]:
+        broken[bad] = True
+        what = 'were not finite; the samples are dropped'
       events.append(_event('reward_not_finite', name, bad, what, responses))
   scores = combine.weighted_sum(values, vector)
   scores = np.where(broken, np.float32(np.nan), scores)

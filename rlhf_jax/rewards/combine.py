@@ -8,6 +8,8 @@ def weighted_sum(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
   score_n = sum over k with a number in values_nk of weights_k * values_nk
 
+  A reward of weight 0 is only reported: it does not make a row apply.
+
   Args:
     values: [N, K] float32, NaN where a reward does not apply.
     weights: [K] float.
@@ -24,7 +26,7 @@ def weighted_sum(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
       'expected values [N, K] and weights [K], got shapes'
       f' {values.shape} and {weights.shape}'
     )
-  applies = ~np.isnan(values)  # N K
+  applies = ~np.isnan(values) & (weights != 0)  # N K
   terms = np.where(applies, values, 0) * weights
   scores = np.where(applies.any(axis=1), terms.sum(axis=1), np.nan)
   return scores.astype(np.float32)
@@ -44,6 +46,10 @@ def weight_vector(names, weights) -> np.ndarray:
       ' give each reward one weight'
     )
   vector = np.asarray([float(weights[name]) for name in names])
+  if not vector.any():
+    raise ValueError(
+      f'all weights of the rewards {sorted(names)} are 0: give one that counts'
+    )
   if not np.isfinite(vector).all():
     raise ValueError(f'weights must be finite, got {dict(weights)}')
   return vector

@@ -98,12 +98,18 @@ def generate(
   """
   samples = shape.samples_per_prompt
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not len(prompts) or lengths.min() < 1:
-    raise ValueError('every prompt must have a token or more')
+  if not len(prompts):
+    raise ValueError('no prompts: give one or more')
+  if lengths.min() < 1:
+    raise ValueError(
+      f'prompt {lengths.argmin()} is empty: give it a token or more, for'
+      ' example a BOS'
+    )
   if lengths.max() > shape.max_prompt_tokens:
     raise ValueError(
-      f'a prompt has {lengths.max()} tokens, the sampler was made for'
-      f' max_prompt_tokens={shape.max_prompt_tokens}'
+      f'prompt {lengths.argmax()} has {lengths.max()} tokens, the sampler was'
+      f' made for max_prompt_tokens={shape.max_prompt_tokens}: raise that, or'
+      ' drop or cut long prompts'
     )
   count = len(prompts) * samples
   asked = _requests(
@@ -191,7 +197,7 @@ def _requests(
     top_k=spread(top_k, np.int32),
     top_p=spread(top_p, np.float32),
     max_new_tokens=spread(max_new_tokens, np.int32),
-    stop_ids=np.array(sorted(stop_ids) or [-1], np.int32),
+    stop_ids=_padded(stop_ids),
   )
   for ok, what in (
     ((request.temperature >= 0).all(), 'temperature must be 0 or more'),
@@ -210,6 +216,13 @@ def _requests(
       raise ValueError(f'{what}, got {temperature=} {top_k=} {top_p=}'
                        f' {max_new_tokens=}')  # fmt: skip
   return request
+
+
+def _padded(stop_ids: Sequence[int]) -> np.ndarray:
+  """The ids and -1 up to a multiple of 16: most sets share a program."""
+  ids = np.array(sorted(set(stop_ids)), np.int32)
+  size = max(-(-len(ids) // 16), 1) * 16
+  return np.pad(ids, (0, size - len(ids)), constant_values=-1)
 
 
 def _usable_prefix(prefix, prompts) -> np.ndarray:

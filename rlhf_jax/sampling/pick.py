@@ -84,7 +84,10 @@ def pick(
   chex.assert_rank([logits, keys, temperature], [2, 1, 1])
   logits = logits.astype(jnp.float32)
   greedy = temperature <= 0.0
-  tempered = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  # The largest becomes exactly 0 before the division: at a low temperature the
+  # log-probs would be differences of large, rounded numbers otherwise.
+  shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+  tempered = shifted / jnp.where(greedy, 1.0, temperature)[:, None]
   # Both branches are decided at run time by the requests: changing them does
   # not recompile, and sorting 49k logits is paid only where it is asked for.
   wanted = ~greedy & ((top_k > 0) | (top_p < 1.0))
@@ -100,4 +103,4 @@ def pick(
   candidates = jax.lax.cond(jnp.all(greedy), lambda x: x, add_noise, candidates)
   tokens = jnp.argmax(candidates, axis=-1).astype(jnp.int32)  # N
   chosen = jnp.take_along_axis(tempered, tokens[:, None], axis=-1)[:, 0]
-  return tokens, chosen - jax.nn.logsumexp(tempered, axis=-1)
+  return tokens, chosen - jnp.log(jnp.sum(jnp.exp(tempered), axis=-1))

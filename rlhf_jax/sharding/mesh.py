@@ -51,7 +51,8 @@ def make(
   if len(free) > 1:
     raise ValueError(f'at most one mesh axis may be -1, got {free}')
   fixed = math.prod(size for size in sizes.values() if size != -1)
-  if fixed < 1 or len(devices) % fixed or (not free and fixed != len(devices)):
+  bad = any(size < 1 and size != -1 for size in sizes.values())
+  if bad or len(devices) % fixed or (not free and fixed != len(devices)):
     raise ValueError(
       f'mesh {sizes} does not fit {len(devices)} devices: the sizes multiply'
       f' to {fixed}; divisors of {len(devices)} are'

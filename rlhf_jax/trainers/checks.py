@@ -1,9 +1,12 @@
 """Settings that contradict each other, or that nothing would read."""
 
 import difflib
+import math
 
 from ml_collections import ConfigDict
+import numpy as np
 
+from rlhf_jax import optim
 from rlhf_jax.algorithms import advantages
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.algorithms import kl
@@ -73,6 +76,108 @@ def check_overrides(config: ConfigDict, from_flags: set[str]) -> list[str]:
   return notes
 
 
+def rewards(config: ConfigDict) -> ConfigDict:
+  """`config.rewards`, each with rule, weight and args and a name of its own.
+
+  Raises:
+    ValueError: says which reward lacks what.
+  """
+  for name, value in config.rewards.items():
+    missing = [key for key in ('rule', 'weight', 'args') if key not in value]
+    if missing:
+      raise ValueError(
+        f'rewards.{name} lacks {missing}: a reward is'
+        " {'rule': NAME, 'weight': NUMBER, 'args': {...}}"
+      )
+    if name in RESERVED:
+      raise ValueError(
+        f'a reward cannot be called {name!r}, an evaluation reports that'
+        f' itself ({sorted(RESERVED)}): choose another name'
+      )
+    if not math.isfinite(value.weight):
+      raise ValueError(f'rewards.{name}.weight={value.weight} is not finite')
+  return config.rewards
+
+
+def common(
+  config: ConfigDict, trainer: str, named: dict, val_sources: set[str]
+) -> None:
+  """Refuses values that would fail later, in any stage.
+
+  Args:
+    config: of the stage.
+    trainer: 'ppo' or 'sft'.
+    named: the rewards by name.
+    val_sources: names of the validation sources.
+
+  Raises:
+    ValueError: says which key, and what it may be.
+  """
+  rollout = config.rollout
+  for key, ok, wanted in (
+    ('model.head_chunk', config.model.head_chunk >= 1, '1 or more tokens'),
+    ('checkpoint.keep', config.checkpoint.keep >= 1, '1 or more checkpoints'),
+    ('rollout.top_k', rollout.top_k >= 0, '0 (off) or more tokens'),
+    ('rollout.top_p', 0 < rollout.top_p <= 1, 'in (0, 1], 1 is off'),
+    ('critic.clip', config.critic.clip >= 0, '0 (off) or more'),
+    ('critic.warmup_steps', config.critic.warmup_steps >= 0, '0 or more steps'),
+    ('algorithm.gamma', 0 <= config.algorithm.gamma <= 1, 'in [0, 1]'),
+    ('algorithm.lam', 0 <= config.algorithm.lam <= 1, 'in [0, 1]'),
+    ('algorithm.entropy_coef', config.algorithm.entropy_coef >= 0, '0 or more'),
+    (
+      'evaluation.every',
+      config.evaluation.every >= 0,
+      '0 (at the end) or more',
+    ),
+    (
+      'checkpoint.every',
+      config.checkpoint.every >= 0,
+      '0 (at the end) or more',
+    ),
+    ('dump_every', config.dump_every >= 0, '0 (at the end) or more steps'),
+  ):
+    if not ok:
+      value = keys_of(config)[key]
+      raise ValueError(f'{key}={value} must be {wanted}')
+  for role in ('actor', 'critic'):
+    optimizer = config[role].optimizer
+    if optimizer.decay not in optim.DECAYS:
+      raise ValueError(
+        f'{role}.optimizer.decay={optimizer.decay!r} is not one of'
+        f' {sorted(optim.DECAYS)}'
+      )
+    if optimizer.max_grad_norm < 0 or optimizer.learning_rate < 0:
+      raise ValueError(
+        f'{role}.optimizer: learning_rate={optimizer.learning_rate} and'
+        f' max_grad_norm={optimizer.max_grad_norm} must not be negative'
+      )
+  if config.algorithm.aggregation not in aggregation.MODES:
+    raise ValueError(
+      f'algorithm.aggregation={config.algorithm.aggregation!r} is not one of'
+      f' {sorted(aggregation.MODES)}'
+    )
+  if trainer == 'sft' and config.training.epochs_per_step != 1:
+    raise ValueError(
+      f'training.epochs_per_step={config.training.epochs_per_step}: the sft'
+      ' trainer reads a batch once; use steps or epochs for its length'
+    )
+  best = config.evaluation.best_metric
+  known = {
+    f'val/{source}/{name}'
+    for source in val_sources
+    for name in (*named, *RESERVED)
+  }
+  if best and best not in known:
+    raise ValueError(
+      f'evaluation.best_metric={best!r} is not measured; one of {sorted(known)}'
+    )
+
+
+def loss_settings(algorithm: ConfigDict) -> dict:
+  """The keywords that the configured policy loss takes from the config."""
+  return LOSS_SETTINGS[algorithm.policy_loss](algorithm)
+
+
 def ppo(
   config: ConfigDict, model: model_config.ModelConfig, rewards: dict
 ) -> None:
@@ -93,29 +198,44 @@ def ppo(
     )
   advantages.estimator(algorithm.advantages)
   policy_losses.loss(algorithm.policy_loss)
-  if algorithm.aggregation not in aggregation.MODES:
-    raise ValueError(
-      f'algorithm.aggregation={algorithm.aggregation!r} is not one of'
-      f' {sorted(aggregation.MODES)}'
-    )
   kl.estimator(algorithm.kl_reward.estimator)
   kl.loss_estimator(algorithm.kl_loss.estimator)
   for name in ('kl_reward', 'kl_loss'):
     controller(algorithm[name])
+  # Tries the loss on one token: it checks its settings itself.
+  one = np.zeros((1, 1), np.float32)
+  policy_losses.loss(algorithm.policy_loss)(
+    one, one, one, one > 0, **loss_settings(algorithm)
+  )
+  if config.rollout.slots < config.rollout.samples_per_prompt:
+    raise ValueError(
+      f'rollout.slots={config.rollout.slots} sequences cannot hold the'
+      f' rollout.samples_per_prompt={config.rollout.samples_per_prompt} of one'
+      ' prompt: raise slots'
+    )
   with_critic = algorithm.advantages in advantages.CRITIC_ESTIMATORS
   if config.rollout.samples_per_prompt < 2 and not with_critic:
     raise ValueError(
       f'algorithm.advantages={algorithm.advantages!r} compares the samples of'
       ' a prompt: set rollout.samples_per_prompt to 2 or more'
     )
-  if algorithm.drop_uniform_groups and config.rollout.samples_per_prompt < 2:
+  if algorithm.drop_uniform_groups and (
+    with_critic or algorithm.kl_reward.coef > 0
+  ):
     raise ValueError(
-      'algorithm.drop_uniform_groups with rollout.samples_per_prompt=1 would'
-      ' drop every sequence: sample each prompt 2 times or more'
+      'algorithm.drop_uniform_groups leaves out groups without an advantage;'
+      ' with gae or a KL in the reward equal scores still have one: set it to'
+      ' False'
+    )
+  if config.steps and config.critic.warmup_steps >= config.steps:
+    raise ValueError(
+      f'critic.warmup_steps={config.critic.warmup_steps} of {config.steps}'
+      ' steps: the actor would never learn'
     )
   if not with_critic:
     for key, unset in (
-        ('gamma', 1.0), ('lam', 1.0), ('bootstrap_truncated', False)
+        ('gamma', 1.0), ('lam', 1.0), ('bootstrap_truncated', False),
+      ('whiten', False),
     ):  # fmt: skip
       if algorithm[key] != unset:
         raise ValueError(
@@ -129,6 +249,12 @@ def ppo(
       )
   if config.critic.path:
     critic = hf.load_config(config.critic.path)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if critic.max_positions < longest:
+      raise ValueError(
+        f'the critic of {config.critic.path} has {critic.max_positions}'
+        f' positions, sequences have up to {longest} tokens'
+      )
     if critic.vocab_size != model.vocab_size:
       raise ValueError(
         f'the critic of {config.critic.path} has a vocabulary of'
@@ -164,3 +290,17 @@ def controller(config: ConfigDict) -> kl.Controller:
   raise ValueError(
     f"controller={config.controller!r} is not one of ['adaptive', 'fixed']"
   )
+
+
+# Names that an evaluation reports beside the rewards.
+RESERVED = ('clip_ratio', 'response_length', 'score')
+
+# Policy loss -> its keywords, from `config.algorithm`.
+LOSS_SETTINGS = {
+  'ppo': lambda algorithm: dict(
+    clip_low=algorithm.clip_low,
+    clip_high=algorithm.clip_high,
+    dual_clip=algorithm.dual_clip if algorithm.dual_clip else None,
+  ),
+  'reinforce': lambda algorithm: {},
+}

@@ -53,8 +53,8 @@ def rejected(
     scores: [N]; one that is not finite is always rejected.
     truncated: reject sequences that the length limit cut (DAPO's overlong
       filtering).
-    uniform_groups: reject groups whose scores are all equal: their advantages
-      are 0, so that running them through the model teaches nothing.
+    uniform_groups: reject groups whose scores are all equal: advantages from
+      comparing the samples of a prompt are 0 there.
   """
   result = ~np.isfinite(scores)
   if truncated:

@@ -19,6 +19,7 @@ from rlhf_jax.algorithms import kl
 from rlhf_jax.algorithms import policy_losses
 from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import engine
+from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import roles
@@ -79,7 +80,7 @@ def train(
   run.console.start_stage(
     setup.name, numbers.steps, done=host.step - setup.first_step
   )
-  if run.validates_before(setup):
+  if run.validates_before(setup, stage.restored):
     run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
     return stage.actor
@@ -116,7 +117,7 @@ def train(
         timeout_s=config.reward_timeout_s,
         default=config.reward_on_timeout,
       )
-    run.events(rewards.events)
+    run.events(rewards.events, step + 1)
     rejected = experience_lib.rejected(
       rollout,
       rewards.scores,
@@ -222,18 +223,20 @@ def train(
         jax.block_until_ready(stage.states[role].params)
 
     # ---- Host state, metrics, evaluation, checkpoint ----------------------
-    values = metrics.compute(measured) | {'actor/kl_coef': host.kl_loss.coef}
+    computed = metrics.compute(measured)
+    computed['actor/kl_coef'] = host.kl_loss.coef
     host.step += 1
     host.cursor += config.rollout.prompts_per_step
     host.policy_version += len(order) * train_actor
-    run.count_skipped(values)
+    run.count_skipped(computed)
     run.add_step(rewards.scores, rewards.dropped, rollout.lengths.sum())
-    host.kl_reward = kl.update(
-      host.kl_reward, values.get('kl/reward', np.nan), len(texts)
-    )
-    host.kl_loss = kl.update(
-      host.kl_loss, values.get('kl/reference', np.nan), len(texts)
-    )
+    if train_actor:  # while it is frozen the divergence says nothing
+      host.kl_reward = kl.update(
+        host.kl_reward, computed.get('kl/reward', np.nan), len(texts)
+      )
+      host.kl_loss = kl.update(
+        host.kl_loss, computed.get('kl/reference', np.nan), len(texts)
+      )
     if run.due(config.dump_every, setup):
       rows = evaluate.sample_rows(
           setup.name, host.step, texts, rewards, list(setup.rewards), rollout,
@@ -245,8 +248,8 @@ def train(
     seconds = time.perf_counter() - began
     if setup.validation and run.due(config.evaluation.every, setup):
       with timings('evaluate'):
-        values |= run.validate(setup, relayout, stage.actor)
-    values |= timings | {
+        computed |= run.validate(setup, relayout, stage.actor)
+    computed |= timings | {
       'timing_s/step': seconds,
       'perf/tokens_per_second_per_device': (
         rollout.lengths.sum() / seconds / mesh.size
@@ -254,7 +257,7 @@ def train(
       'perf/padding': experience_lib.padding(minibatches),
       'training/epoch': setup.train.epoch(host.cursor),
     }
-    run.log(values)
+    run.log(computed)
     if run.due(config.checkpoint.every, setup):
       run.save(stage.states)
   return stage.actor
@@ -266,7 +269,7 @@ def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
   warmup = setup.config.critic.warmup_steps
   learners = {
     'actor': roles.learner(
-      setup, 'actor', max(numbers.steps - warmup, 1) * numbers.updates_per_step
+      setup, 'actor', (numbers.steps - warmup) * numbers.updates_per_step
     )
   }
   if with_critic:
@@ -279,14 +282,10 @@ def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
 def _losses(config, learners, on_policy: bool, with_reference: bool) -> dict:
   """The loss of every role: `loss(params, batch, coefs)`."""
   algorithm = config.algorithm
-  policy_loss = policy_losses.loss(algorithm.policy_loss)
-  if algorithm.policy_loss == 'ppo':
-    policy_loss = functools.partial(
-      policy_loss,
-      clip_low=algorithm.clip_low,
-      clip_high=algorithm.clip_high,
-      dual_clip=algorithm.dual_clip or None,
-    )
+  policy_loss = functools.partial(
+    policy_losses.loss(algorithm.policy_loss),
+    **checks.loss_settings(algorithm),
+  )
   losses = {
     'actor': functools.partial(
       update.actor_loss,

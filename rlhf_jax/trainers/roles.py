@@ -16,6 +16,7 @@ from rlhf_jax import types
 from rlhf_jax.models import heads
 from rlhf_jax.models import hf
 from rlhf_jax.models import spec
+from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -40,6 +41,7 @@ class Roles:
 
   states: dict[str, state_lib.TrainState]  # 'actor', perhaps 'critic'
   reference: types.PyTree | None = None
+  restored: bool = False  # from a checkpoint, in the middle of the stage
 
   @property
   def actor(self) -> types.PyTree:
@@ -68,7 +70,9 @@ def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
   score = functools.partial(
     heads.score,
     config=model,
-    head_chunk=setup.config.model.head_chunk,
+    head_chunk=(
+      setup.config.model.head_chunk * mesh_lib.data_groups(setup.mesh)
+    ),
     remat=setup.config.model.remat,
     dtype=setup_lib.dtype(setup.config.model.dtype),
   )
@@ -101,7 +105,9 @@ def begin_or_restore(
   """
   step = run.restored_in(setup.name)
   if step is not None:
+    run.restored_step = None  # later stages begin anew
     roles = Roles(restore(setup, learners, run.checkpoints, step))
+    roles.restored = True
     if with_reference:
       roles.reference = restore_reference(
         setup, run.workdir, run.host.reference
@@ -149,8 +155,11 @@ def actor_params(
     return params
   table = state_lib.specs_of(setup.model, 'actor')
   if setup.config.model.path:
-    loaded = hf.load(setup.config.model.path, setup.model)
-    return jax.device_put(loaded, rules.params(setup.mesh, table))
+    return hf.load(
+      setup.config.model.path,
+      setup.model,
+      shardings=rules.params(setup.mesh, table),
+    )
   key = keys.key(setup.config.seed, 'init')
   return state_lib.init_params(setup.model, 'actor', key, setup.mesh)
 
@@ -160,9 +169,13 @@ def critic_params(setup: setup_lib.Setup, actor: types.PyTree) -> types.PyTree:
   if not setup.config.critic.path:
     return state_lib.critic_from_actor(setup.model, actor, setup.mesh)
   model = _model_of(setup, 'critic')
-  loaded = hf.load(setup.config.critic.path, model, head='value')
   table = state_lib.specs_of(model, 'critic')
-  return jax.device_put(loaded, rules.params(setup.mesh, table))
+  return hf.load(
+    setup.config.critic.path,
+    model,
+    head='value',
+    shardings=rules.params(setup.mesh, table),
+  )
 
 
 def create(
@@ -229,7 +242,7 @@ def restore_reference(
         f' {where["sha256"][:12]}, now it has {found[:12]}: put the original'
         ' model back to resume'
       )
-    return jax.device_put(hf.load(where['path'], setup.model), shardings)
+    return hf.load(where['path'], setup.model, shardings=shardings)
   abstract = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)
   return checkpoint.restore_reference(workdir, setup.name, abstract)
 

@@ -5,16 +5,21 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
+from clu import parameter_overview
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from rlhf_jax import checkpoint
 from rlhf_jax import types
+from rlhf_jax.models import decoder
+from rlhf_jax.models import spec
 from rlhf_jax.monitor import console as console_lib
+from rlhf_jax.monitor import report
 from rlhf_jax.monitor import writers
 from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
@@ -112,7 +117,7 @@ class Run:
       default=config.reward_on_timeout,
       **setup.sampler(1),
     )
-    self.events(events)
+    self.events(events, host.step)
     self.writer.samples(rows)
     self.console.samples(rows)
     host.last |= values
@@ -122,13 +127,12 @@ class Run:
       host.best = dict(name=name, value=value, step=host.step)
     return values
 
-  def validates_before(self, setup: setup_lib.Setup) -> bool:
+  def validates_before(self, setup: setup_lib.Setup, restored: bool) -> bool:
     """Whether to evaluate before the first step of a stage."""
     if not setup.validation or not setup.rewards:
       return False
-    begins = self.restored_in(setup.name) is None
     evaluation = setup.config.evaluation
-    return evaluation.only or (begins and evaluation.before_train)
+    return evaluation.only or (not restored and evaluation.before_train)
 
   def log_before(self, values: dict[str, float]) -> None:
     """Writes an evaluation that belongs to no new step."""
@@ -164,10 +168,10 @@ class Run:
           count=count,
         )
 
-  def events(self, events: list[dict[str, Any]]) -> None:
+  def events(self, events: list[dict[str, Any]], step: int) -> None:
     """Writes events of rewards and the like, with stage and step."""
     for event in events:
-      self.writer.event(**event, stage=self.host.stage, step=self.host.step)
+      self.writer.event(**event, stage=self.host.stage, step=step)
 
   def finish(self, reason: str, total_steps: int) -> dict[str, Any]:
     """Writes `summary.json`."""
@@ -235,6 +239,10 @@ def introduce(
   """Prints the resolved config and the derived numbers of every stage."""
   for key, value in _flat(run.config).items():
     run.console.note(f'{key:<44}{value}')
+  table = parameter_overview.get_parameter_overview(
+    spec.abstract(decoder.specs(setups[0].model)), include_stats=False
+  )
+  run.console.note(table)
   for line in notes:
     run.console.note(line)
     run.writer.event('config', line)
@@ -248,22 +256,40 @@ def introduce(
 def remaining(run: Run, setups: list[setup_lib.Setup]) -> list[setup_lib.Setup]:
   """The stages from the one that a checkpoint was made in."""
   names = [setup.name for setup in setups]
-  if run.restored_step is None:
-    # Only the last stage's policy is of interest where nothing is trained.
-    only = setups[-1].config.evaluation.only
-    return setups[-1:] if only else setups
-  return setups[names.index(run.host.stage) :]
+  begin = 0
+  if run.restored_step is not None:
+    begin = names.index(run.host.stage)
+  if setups[-1].config.evaluation.only:
+    # One policy: the checkpoint's, else the one that the run would start from.
+    return setups[begin : begin + 1] if run.restored_step else setups[-1:]
+  return setups[begin:]
 
 
-def conclude(run: Run, summary: dict[str, Any]) -> None:
-  """Ends the display with what a person wants to know next."""
+def conclude(run: Run, reason: str, total_steps: int) -> None:
+  """Writes summary and report; ends the display with what to do next.
+
+  Args:
+    run: at its end, whatever ended it.
+    reason: 'finished', 'evaluated', 'interrupted' or the error.
+    total_steps: of all stages.
+  """
   workdir = run.workdir
+  if reason == 'evaluated':  # the summary stays that of the training
+    run.console.finish(run.host.last)
+    run.writer.close()
+    return
+  summary = run.finish(reason, total_steps)
+  try:
+    report.write(workdir)
+  except Exception as error:  # a picture must not change how a run ended
+    run.writer.event('warning', f'no report.html: {error}')
   commands = [f'python launch/report.py --workdir={workdir}']
   if summary['exit_reason'] == 'finished':
+    python = sys.executable
     commands = [
-      f'open {workdir / "report.html"}',
+      f'{python} -m http.server --directory {workdir}  # report.html',
       f'tail -n 3 {workdir / "samples.jsonl"}',
-      'python launch/train.py --config=configs/ppo_smollm2_arithmetic.py'
+      f'{python} launch/train.py --config=configs/ppo_smollm2_arithmetic.py'
       ' --config.model.path=MODEL_FOLDER --workdir=runs/smollm2',
     ]
   run.console.finish(_short(summary), commands)
@@ -320,8 +346,13 @@ def check_workdir(
       f'{workdir} is not empty and not the workdir of a run (no'
       f' {writers.CONFIG}): {content[:5]}; name another workdir'
     )
+  # A first attempt that failed before its first step holds nothing to lose.
+  metrics = workdir / writers.METRICS
+  begun = _has_checkpoint(workdir) or (
+    metrics.exists() and metrics.stat().st_size
+  )
   lines = difference(json.loads(path.read_text()), config)
-  if lines:
+  if lines and begun:
     raise ValueError(
       f'{workdir} holds another run; its config differs:\n  '
       + '\n  '.join(lines)

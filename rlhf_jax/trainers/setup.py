@@ -38,6 +38,7 @@ class Setup:
   tokenizer: object
   stop_ids: tuple[int, ...]
   train: pipeline.PromptStream
+  excluded: int  # training prompts left out: they are validation prompts
   validation: list[pipeline.Prompt]
   prefix: np.ndarray  # tokens that every prompt begins with
   rewards: dict[str, Callable]
@@ -102,7 +103,7 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
         model,
         tokenizer,
       )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
       raise ValueError(f'stage {name!r}: {error}') from error
     result.append(setup)
     first += setup.numbers.steps
@@ -142,12 +143,22 @@ def _model(config) -> model_config.ModelConfig:
       'no model: set model.path to a Hugging Face folder or hub id, or'
       ' model.architecture for one from scratch'
     )
-  return model_config.ModelConfig(**architecture)
+  try:
+    return model_config.ModelConfig(**architecture)
+  except TypeError as error:
+    fields = [
+      field.name for field in dataclasses.fields(model_config.ModelConfig)
+    ]
+    raise ValueError(
+      f'model.architecture: {error}; its fields are {fields}'
+    ) from error
 
 
 def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   """Loads the data of a stage and checks everything about it."""
-  stop = tuple(sorted(tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)))
+  stop = tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)
+  if config.model.path:
+    stop |= hf.stop_ids(config.model.path)
   if not config.data.train.source:
     raise ValueError(
       f'data.train.source is empty: choose one of {sorted(sources.SOURCES)}'
@@ -155,13 +166,15 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   train = sources.load(
     config.data.train.source, **config.data.train.args.to_dict()
   )
-  held_out = []
+  held_out, excluded = [], 0
   if config.data.validation.source:
     held_out = sources.load(
       config.data.validation.source, **config.data.validation.args.to_dict()
     )
     sources.check_disjoint(train, held_out)
+    before = len(train)
     train = sources.exclude(train, held_out)
+    excluded = before - len(train)
   render = dict(
     max_prompt_length=config.data.max_prompt_tokens,
     overlong=config.data.overlong,
@@ -175,12 +188,15 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     fixed = pipeline.PromptStream(held_out, tokenizer, shuffle=False, **render)
     count = min(config.evaluation.max_prompts or len(fixed), len(fixed))
     validation = fixed.batch(0, count)
-  elif config.evaluation.only:
-    raise ValueError('evaluation.only needs data.validation.source')
+  if config.evaluation.only and not (held_out and len(config.rewards)):
+    raise ValueError(
+      'evaluation.only needs data.validation.source and at least one reward'
+    )
   rewards = {
     key: reward_rules.load(value.rule, **value.args.to_dict())
-    for key, value in config.rewards.items()
+    for key, value in checks.rewards(config).items()
   }
+  checks.common(config, trainer, rewards, {x.source for x in held_out})
   if trainer == 'ppo':
     checks.ppo(config, model, rewards)
   numbers = arithmetic.derive(
@@ -200,8 +216,9 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     mesh=mesh,
     model=model,
     tokenizer=tokenizer,
-    stop_ids=stop,
+    stop_ids=tuple(sorted(stop)),
     train=stream,
+    excluded=excluded,
     validation=validation,
     prefix=_prefix(probe) if config.rollout.share_prefix else np.zeros(0, int),
     rewards=rewards,
@@ -228,7 +245,8 @@ def describe(setup: Setup) -> list[str]:
     f' {setup.first_step + numbers.steps}',
     f'  training prompts       {len(setup.train)} (longest of'
     f' {report["scanned"]} looked at: {report["longest"]} tokens;'
-    f' {report["dropped"]} dropped, {report["truncated"]} truncated)',
+    f' {report["dropped"]} dropped, {report["truncated"]} truncated,'
+    f' {setup.excluded} excluded as validation prompts)',
     f'  validation prompts     {len(setup.validation)}',
     f'  shared prefix          {len(setup.prefix)} tokens',
     f'  sequences per step     {numbers.sequences_per_step}',

@@ -52,7 +52,7 @@ def train(
   run.console.start_stage(
     setup.name, numbers.steps, done=host.step - setup.first_step
   )
-  if run.validates_before(setup):
+  if run.validates_before(setup, stage.restored):
     run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
     return stage.actor
@@ -98,7 +98,7 @@ def train(
 
 
 def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
-  """Packs examples into rows whose weights make the loss a token mean."""
+  """Packs examples into rows, weighted as `algorithm.aggregation` says."""
   pack_map = packing.plan(
     examples.lengths,
     examples.tokens.shape[1],

@@ -93,8 +93,11 @@ def critic_from_actor(
 ) -> types.PyTree:
   """A critic with a copy of the actor's body and a value head of zeros."""
   table = specs_of(config, 'critic')
-  head = init_params(config, 'critic', jax.random.key(0), mesh)['value_head']
   body = {name: actor[name] for name in table if name != 'value_head'}
+  head = jax.device_put(
+    jnp.zeros(table['value_head'].shape, jnp.float32),
+    rules.params(mesh, table)['value_head'],
+  )
   return jax.tree.map(jnp.copy, body) | {'value_head': head}
 
 

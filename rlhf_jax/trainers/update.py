@@ -202,7 +202,7 @@ def apply_program(
     statistics = {
       'grad_norm': metrics.mean(norm, finite),
       'grad_norm_clipped': metrics.mean(
-        jnp.minimum(norm, max_grad_norm), finite
+        jnp.minimum(norm, max_grad_norm or jnp.inf), finite
       ),
       'lr': metrics.mean(learning_rate(state.updates)),
       'skipped': metrics.sum(~finite),
