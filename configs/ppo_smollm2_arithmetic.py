@@ -25,7 +25,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config = base.get_config()
   config.name = 'ppo_smollm2_arithmetic'
   config.model.path = 'HuggingFaceTB/SmolLM2-135M-Instruct'
-  config.steps = 200
+  config.steps = 160
 
   # The generator makes item i from seed + i: the two sets must be far apart.
   task = dict(task='chain_sum', min_terms=2, max_terms=2)
@@ -63,7 +63,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.training.tokens_per_row = 512
   config.training.tokens_per_microbatch = 2048
   config.model.head_chunk = 1024
-  config.actor.optimizer.learning_rate = 1e-5
+  config.actor.optimizer.learning_rate = 6e-6
   config.actor.optimizer.warmup_updates = 3
 
   config.evaluation.every = 10

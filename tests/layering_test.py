@@ -23,7 +23,8 @@ FLOORS = {
       rewards.base rewards.rules rewards.combine optim""",
   # What wraps a decoder; caches; files of a run's state; fakes.
   3: """models.heads models.lora models.hf models.flax_module sampling.cache
-      sampling.decode sampling.schedule checkpoint buffer testing""",
+      sampling.decode sampling.schedule checkpoint buffer testing
+      models.flops""",
   # What a trainer is made of.
   4: """trainers.state trainers.update trainers.experience trainers.evaluate
       sampling.engine rewards.model""",

@@ -46,9 +46,10 @@ def sample_rows(
   limit: int,
   kind: str = 'train',
 ) -> list[dict[str, Any]]:
-  """Lines for `samples.jsonl`: the first `limit` sequences."""
+  """Lines for `samples.jsonl`: `limit` sequences spread over the prompts."""
   rows = []
-  for n in range(min(limit, len(texts))):
+  limit = min(limit, len(texts))
+  for n in np.linspace(0, len(texts) - 1, limit).astype(int):
     mask = rollout.mask[n]
     mean = None
     if advantages is not None and mask.any():

@@ -22,6 +22,8 @@ from rlhf_jax.algorithms import advantages as advantages_lib
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.algorithms import value_losses
 from rlhf_jax.data import packing
+from rlhf_jax.models import config as model_config
+from rlhf_jax.models import flops
 from rlhf_jax.sharding import rules
 
 # Called once a step: compiled, since their loops would be traced anew.
@@ -348,3 +350,47 @@ def padding(batches: Sequence[MiniBatch]) -> float:
     for batch, size in zip(batches, places)
   ]
   return 1.0 - sum(real) / sum(places) if batches else 0.0
+
+
+def throughput(
+  rollout: types.Rollout,
+  model: model_config.ModelConfig,
+  seconds: float,
+  devices: Sequence[jax.Device],
+  *,
+  passes: float,
+) -> dict[str, float]:
+  """Tokens per second, and the share of the devices' peak that the model used.
+
+  Model FLOPs count every sequence in full, also where a shared prefix was
+  computed once: once for the rollout, and `passes` times for what takes part
+  in the update (a backward pass counts as two).
+
+  Args:
+    rollout: numpy; its mask is final.
+    model: of all roles.
+    seconds: of the step.
+    devices: that took part.
+    passes: forward passes over the sequences that have actions.
+
+  Returns:
+    `perf/` metrics; `perf/mfu` only where the peak of a device is known.
+  """
+  lengths = rollout.lengths.astype(np.float64)
+  actions = rollout.mask.sum(axis=1)
+  used = actions > 0
+  of = lambda rows, heads: flops.forward(
+    model, lengths[rows].sum(), heads, (lengths[rows] ** 2).sum() / 2
+  )
+  everyone = np.ones(len(lengths), bool)
+  sampled = (rollout.lengths - rollout.prompt_lengths).sum()
+  total = of(everyone, sampled) + passes * of(used, actions.sum())
+  rate = total / seconds / len(devices)
+  result = {
+    'perf/tokens_per_second_per_device': (
+      lengths.sum() / seconds / len(devices)
+    ),
+    'perf/tflops_per_second_per_device': rate / 1e12,
+  }
+  peak = flops.peak(devices[0])
+  return result | ({'perf/mfu': rate / peak} if peak else {})

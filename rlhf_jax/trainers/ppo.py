@@ -251,12 +251,18 @@ def train(
         computed |= run.validate(setup, relayout, stage.actor)
     computed |= timings | {
       'timing_s/step': seconds,
-      'perf/tokens_per_second_per_device': (
-        rollout.lengths.sum() / seconds / mesh.size
-      ),
       'perf/padding': experience_lib.padding(minibatches),
       'training/epoch': setup.train.epoch(host.cursor),
     }
+    computed |= experience_lib.throughput(
+      rollout,
+      setup.model,
+      seconds,
+      mesh.devices.flat,
+      passes=_passes(
+        config, with_critic, with_reference, on_policy, train_actor
+      ),
+    )
     run.log(computed)
     if run.due(config.checkpoint.every, setup):
       run.save(stage.states)
@@ -277,6 +283,13 @@ def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
       setup, 'critic', numbers.steps * numbers.updates_per_step
     )
   return learners
+
+
+def _passes(config, with_critic, with_reference, on_policy, train_actor):
+  """Forward passes of a step; a backward pass counts as two."""
+  update_passes = 3 * config.training.epochs_per_step
+  actor = (not on_policy) + with_reference + update_passes * train_actor
+  return actor + with_critic * (1 + update_passes)
 
 
 def _losses(config, learners, on_policy: bool, with_reference: bool) -> dict:
