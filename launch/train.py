@@ -97,7 +97,7 @@ def train(
     reason = 'interrupted'
     raise
   except Exception as error:
-    reason = f'{type(error).__name__}: {error}'
+    reason = f'{type(error).__name__}: {error}'[:500]
     run.writer.event('error', reason, step=run.host.step)
     raise
   finally:

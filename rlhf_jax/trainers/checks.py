@@ -14,6 +14,7 @@ from rlhf_jax.algorithms import policy_losses
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
+from rlhf_jax.trainers import arithmetic
 
 
 def keys_of(config: ConfigDict, prefix: str = '') -> dict[str, object]:
@@ -33,6 +34,12 @@ def stage_config(config: ConfigDict, overrides: dict) -> ConfigDict:
   Raises:
     ValueError: an override names no key; suggests the nearest one.
   """
+  of_run = [name for name in overrides if name.startswith(OF_RUN)]
+  if of_run:
+    raise ValueError(
+      f'stage overrides {of_run} belong to the whole run: set them in the'
+      ' config itself'
+    )
   copy = config.copy_and_resolve_references()  # nested parts too
   copy.lock()
   known = keys_of(config)
@@ -115,6 +122,7 @@ def common(
   """
   rollout = config.rollout
   for key, ok, wanted in (
+    ('reward_timeout_s', config.reward_timeout_s > 0, 'more than 0 seconds'),
     ('model.head_chunk', config.model.head_chunk >= 1, '1 or more tokens'),
     ('checkpoint.keep', config.checkpoint.keep >= 1, '1 or more checkpoints'),
     ('rollout.top_k', rollout.top_k >= 0, '0 (off) or more tokens'),
@@ -139,18 +147,6 @@ def common(
     if not ok:
       value = keys_of(config)[key]
       raise ValueError(f'{key}={value} must be {wanted}')
-  for role in ('actor', 'critic'):
-    optimizer = config[role].optimizer
-    if optimizer.decay not in optim.DECAYS:
-      raise ValueError(
-        f'{role}.optimizer.decay={optimizer.decay!r} is not one of'
-        f' {sorted(optim.DECAYS)}'
-      )
-    if optimizer.max_grad_norm < 0 or optimizer.learning_rate < 0:
-      raise ValueError(
-        f'{role}.optimizer: learning_rate={optimizer.learning_rate} and'
-        f' max_grad_norm={optimizer.max_grad_norm} must not be negative'
-      )
   if config.algorithm.aggregation not in aggregation.MODES:
     raise ValueError(
       f'algorithm.aggregation={config.algorithm.aggregation!r} is not one of'
@@ -171,6 +167,68 @@ def common(
     raise ValueError(
       f'evaluation.best_metric={best!r} is not measured; one of {sorted(known)}'
     )
+
+
+def optimizers(
+  config: ConfigDict, trainer: str, numbers: arithmetic.Numbers
+) -> None:
+  """Refuses optimiser settings that cannot work, before the first stage runs.
+
+  Args:
+    config: of the stage.
+    trainer: 'ppo' or 'sft'.
+    numbers: of the stage.
+
+  Raises:
+    ValueError: says which key of which role.
+  """
+  updates = (
+    actor_updates(config, numbers) if trainer == 'ppo' else (numbers.steps)
+  )
+  for role, total in (
+    ('actor', updates),
+    ('critic', numbers.steps * numbers.updates_per_step),
+  ):
+    optimizer = config[role].optimizer
+    for key, ok, wanted in (
+      ('learning_rate', optimizer.learning_rate >= 0, '0 or more'),
+      ('warmup_updates', optimizer.warmup_updates >= 0, '0 or more updates'),
+      ('end_fraction', 0 <= optimizer.end_fraction <= 1, 'in [0, 1]'),
+      ('b1', 0 <= optimizer.b1 < 1, 'in [0, 1)'),
+      ('b2', 0 <= optimizer.b2 < 1, 'in [0, 1)'),
+      ('eps', optimizer.eps > 0, 'more than 0'),
+      ('weight_decay', optimizer.weight_decay >= 0, '0 or more'),
+      ('max_grad_norm', optimizer.max_grad_norm >= 0, '0 (off) or more'),
+    ):
+      if not ok:
+        raise ValueError(
+          f'{role}.optimizer.{key}={optimizer[key]} must be {wanted}'
+        )
+    try:
+      optim.schedule(
+        optimizer.learning_rate,
+        warmup_updates=optimizer.warmup_updates,
+        decay=optimizer.decay,
+        total_updates=total,
+        end_fraction=optimizer.end_fraction,
+      )
+    except ValueError as error:
+      raise ValueError(f'{role}: {error}') from error
+
+
+def actor_updates(config: ConfigDict, numbers: arithmetic.Numbers) -> int:
+  """Updates of the actor in a PPO stage, which begin after the warm-up.
+
+  Raises:
+    ValueError: there are none.
+  """
+  steps = numbers.steps - config.critic.warmup_steps
+  if steps < 1:
+    raise ValueError(
+      f'critic.warmup_steps={config.critic.warmup_steps} of {numbers.steps}'
+      ' steps: the actor would never learn'
+    )
+  return steps * numbers.updates_per_step
 
 
 def loss_settings(algorithm: ConfigDict) -> dict:
@@ -226,11 +284,6 @@ def ppo(
       'algorithm.drop_uniform_groups leaves out groups without an advantage;'
       ' with gae or a KL in the reward equal scores still have one: set it to'
       ' False'
-    )
-  if config.steps and config.critic.warmup_steps >= config.steps:
-    raise ValueError(
-      f'critic.warmup_steps={config.critic.warmup_steps} of {config.steps}'
-      ' steps: the actor would never learn'
     )
   if not with_critic:
     for key, unset in (
@@ -291,6 +344,22 @@ def controller(config: ConfigDict) -> kl.Controller:
     f"controller={config.controller!r} is not one of ['adaptive', 'fixed']"
   )
 
+
+# Keys that a stage cannot have for itself (all that begin so).
+OF_RUN = (
+  'checkpoint.keep',
+  'evaluation.only',
+  'export',
+  'mesh.',
+  'model.architecture',
+  'model.path',
+  'name',
+  'seed',
+  'stages',
+  'tensorboard',
+  'tokenizer',
+  'wandb',
+)
 
 # Names that an evaluation reports beside the rewards.
 RESERVED = ('clip_ratio', 'response_length', 'score')

@@ -272,10 +272,9 @@ def train(
 def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
   """The actor, and the critic if there is one."""
   numbers = setup.numbers
-  warmup = setup.config.critic.warmup_steps
   learners = {
     'actor': roles.learner(
-      setup, 'actor', (numbers.steps - warmup) * numbers.updates_per_step
+      setup, 'actor', checks.actor_updates(setup.config, numbers)
     )
   }
   if with_critic:

@@ -242,7 +242,8 @@ def introduce(
   table = parameter_overview.get_parameter_overview(
     spec.abstract(decoder.specs(setups[0].model)), include_stats=False
   )
-  run.console.note(table)
+  for line in table.splitlines():
+    run.console.note(line)
   for line in notes:
     run.console.note(line)
     run.writer.event('config', line)

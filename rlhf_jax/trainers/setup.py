@@ -103,7 +103,7 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
         model,
         tokenizer,
       )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
       raise ValueError(f'stage {name!r}: {error}') from error
     result.append(setup)
     first += setup.numbers.steps
@@ -206,6 +206,9 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     data_groups=mesh_lib.data_groups(mesh),
     prompts_in_data=len(stream),
   )
+  for key in ('model', 'rollout'):
+    dtype(config[key].dtype)
+  checks.optimizers(config, trainer, numbers)
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(
     name=name,
