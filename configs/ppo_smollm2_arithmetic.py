@@ -17,7 +17,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 QUESTION = 'State the final answer to the following arithmetic problem: '
-WORKED = ('38 + 5 = 43', '914 + 807 = 1721', '5286 + 1603 = 6889')
+# With a negative result among them, so that the model tries such answers.
+WORKED = ('9 - 4 = 5', '27 - 64 = -37', '914 + 807 = 1721')
 
 
 def get_config(arg: str = '') -> ConfigDict:
@@ -25,7 +26,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config = base.get_config()
   config.name = 'ppo_smollm2_arithmetic'
   config.model.path = 'HuggingFaceTB/SmolLM2-135M-Instruct'
-  config.steps = 160
+  config.steps = 150
 
   # The generator makes item i from seed + i: the two sets must be far apart.
   task = dict(task='chain_sum', min_terms=2, max_terms=2)
@@ -38,7 +39,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.data.prompt_format = (
     ''.join(f'{QUESTION}{line}\n' for line in WORKED) + '{prompt}'
   )
-  config.data.max_prompt_tokens = 104  # the prefix of 80 is computed once
+  config.data.max_prompt_tokens = 96  # the 78 that all share are computed once
   # The package's scorer is the reward; it gives part of the point for an answer
   # with something around it, so what counts is reported beside it.
   config.rewards.chain_sum = ConfigDict(
@@ -63,7 +64,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.training.tokens_per_row = 512
   config.training.tokens_per_microbatch = 2048
   config.model.head_chunk = 1024
-  config.actor.optimizer.learning_rate = 6e-6
+  config.actor.optimizer.learning_rate = 1e-5
   config.actor.optimizer.warmup_updates = 3
 
   config.evaluation.every = 10
