@@ -127,6 +127,7 @@ def actor(config, params, *, head_chunk: int, remat: bool, reference: bool):
     policy_loss=policy_losses.ppo,
     kl_estimator=kl.k3,
     on_policy=False,
+    with_entropy_gradient=False,
     with_reference=reference,
   )
   programs = update.programs(

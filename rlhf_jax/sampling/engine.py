@@ -97,20 +97,7 @@ def generate(
       is out of range.
   """
   samples = shape.samples_per_prompt
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not len(prompts):
-    raise ValueError('no prompts: give one or more')
-  if lengths.min() < 1:
-    raise ValueError(
-      f'prompt {lengths.argmin()} is empty: give it a token or more, for'
-      ' example a BOS'
-    )
-  if lengths.max() > shape.max_prompt_tokens:
-    raise ValueError(
-      f'prompt {lengths.argmax()} has {lengths.max()} tokens, the sampler was'
-      f' made for max_prompt_tokens={shape.max_prompt_tokens}: raise that, or'
-      ' drop or cut long prompts'
-    )
+  lengths = _lengths(prompts, shape)
   count = len(prompts) * samples
   asked = _requests(
     count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
@@ -125,48 +112,37 @@ def generate(
   logprobs = np.zeros((count, shape.width), np.float32)
   totals = np.zeros(count, np.int32)
   stopped = np.zeros(count, bool)
-  groups = mesh_lib.data_groups(mesh)
   for wave in schedule.waves(lengths, samples, shape.slots):
-    real = wave >= 0
-    # Fill-ups repeat the wave's first prompt for a single token; a wave is a
-    # multiple of the data groups, so that all of them have the same rows.
-    fill = -len(wave) % groups
-    real = np.concatenate([real, np.zeros(fill, bool)])
-    chosen = np.where(
-      real, np.concatenate([wave, np.zeros(fill, int)]), wave[0]
-    )
+    # A wave is a multiple of the data groups, so that all have the same rows.
+    fill = -len(wave) % mesh_lib.data_groups(mesh)
+    wave = np.pad(wave, (0, fill), constant_values=-1)
+    chosen = np.where(wave >= 0, wave, wave[0])
     rows = (chosen[:, None] * samples + np.arange(samples)).reshape(-1)
-    real_rows = np.repeat(real, samples)
-    request = asked.replace(
-      samples=asked.samples[rows],
-      temperature=asked.temperature[rows],
-      top_k=asked.top_k[rows],
-      top_p=asked.top_p[rows],
-      max_new_tokens=np.where(real_rows, asked.max_new_tokens[rows], 1),
-    )
-    state = decode.start(
+    real = np.repeat(wave >= 0, samples)
+    state = _decode(
       params,
-      jnp.asarray(prefix),
-      *rules.rows(mesh, (suffixes[chosen], lengths[chosen])),
-      request,
+      prefix,
+      rules.rows(mesh, (suffixes[chosen], lengths[chosen])),
+      asked.replace(
+        samples=asked.samples[rows],
+        temperature=asked.temperature[rows],
+        top_k=asked.top_k[rows],
+        top_p=asked.top_p[rows],
+        # Fill-ups repeat the wave's first prompt for a single token.
+        max_new_tokens=np.where(real, asked.max_new_tokens[rows], 1),
+      ),
       key,
       config=config,
-      samples_per_prompt=samples,
-      slots=shape.width,
+      shape=shape,
       dtype=dtype,
     )
-    while not bool(jnp.all(state.done)):
-      state = decode.advance(
-        params, state, request, key, shape.chunk, config=config, dtype=dtype
-      )
-    kept = rows[real_rows]
     for target, source in (
       (tokens, state.tokens),
       (logprobs, state.logprobs),
       (totals, state.lengths),
       (stopped, state.stopped),
     ):
-      target[kept] = np.asarray(source)[real_rows]
+      target[rows[real]] = np.asarray(source)[real]
 
   at = np.arange(shape.width)[None]
   prompt_lengths = np.repeat(lengths, samples)
@@ -182,6 +158,45 @@ def generate(
     group=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
     policy_version=np.full(count, policy_version, np.int32),
   )
+
+
+def _decode(params, prefix, prompts, request, key, *, config, shape, dtype):
+  """Prefills a wave and decodes it to its end."""
+  state = decode.start(
+    params,
+    jnp.asarray(prefix),
+    *prompts,
+    request,
+    key,
+    config=config,
+    samples_per_prompt=shape.samples_per_prompt,
+    slots=shape.width,
+    dtype=dtype,
+  )
+  while not bool(jnp.all(state.done)):
+    state = decode.advance(
+      params, state, request, key, shape.chunk, config=config, dtype=dtype
+    )
+  return state
+
+
+def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+  """The prompts' lengths, [B] int32; refuses what does not fit."""
+  if not len(prompts):
+    raise ValueError('no prompts: give one or more')
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  if lengths.min() < 1:
+    raise ValueError(
+      f'prompt {lengths.argmin()} is empty: give it a token or more, for'
+      ' example a BOS'
+    )
+  if lengths.max() > shape.max_prompt_tokens:
+    raise ValueError(
+      f'prompt {lengths.argmax()} has {lengths.max()} tokens, the sampler was'
+      f' made for max_prompt_tokens={shape.max_prompt_tokens}: raise that, or'
+      ' drop or cut long prompts'
+    )
+  return lengths
 
 
 def _requests(

@@ -40,38 +40,8 @@ def derive(
     ValueError: a division is not exact or something does not fit; the message
       has the numbers.
   """
+  _check_sizes(config, max_positions)
   rollout, training = config.rollout, config.training
-  for key, value in {
-    'rollout.prompts_per_step': rollout.prompts_per_step,
-    'rollout.samples_per_prompt': rollout.samples_per_prompt,
-    'rollout.max_new_tokens': rollout.max_new_tokens,
-    'data.max_prompt_tokens': config.data.max_prompt_tokens,
-    'training.sequences_per_minibatch': training.sequences_per_minibatch,
-    'training.epochs_per_step': training.epochs_per_step,
-    'training.tokens_per_row': training.tokens_per_row,
-    'training.tokens_per_microbatch': training.tokens_per_microbatch,
-  }.items():
-    if value < 1:
-      raise ValueError(f'{key}={value} must be 1 or more')
-  longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-  if longest > max_positions:
-    raise ValueError(
-      f'data.max_prompt_tokens={config.data.max_prompt_tokens} and'
-      f' rollout.max_new_tokens={rollout.max_new_tokens} make sequences of'
-      f' {longest} tokens, the model has {max_positions} positions'
-    )
-  if longest > training.tokens_per_row:
-    raise ValueError(
-      f'training.tokens_per_row={training.tokens_per_row} cannot hold the'
-      f' longest sequence of {longest} tokens (max_prompt_tokens +'
-      ' max_new_tokens): raise tokens_per_row'
-    )
-  if training.tokens_per_microbatch % training.tokens_per_row:
-    raise ValueError(
-      'training.tokens_per_microbatch='
-      f'{training.tokens_per_microbatch} must be a multiple of'
-      f' training.tokens_per_row={training.tokens_per_row}'
-    )
   if trainer == 'ppo':
     prompts = rollout.prompts_per_step
     sequences = prompts * rollout.samples_per_prompt
@@ -115,9 +85,50 @@ def derive(
     sequences_per_step=sequences,
     minibatches_per_step=minibatches,
     updates_per_step=updates,
-    longest_sequence=longest,
+    longest_sequence=longest_sequence(config),
     rows_per_microbatch=(
       training.tokens_per_microbatch // training.tokens_per_row * data_groups
     ),
     tokens_per_microbatch=training.tokens_per_microbatch * data_groups,
   )
+
+
+def longest_sequence(config: ConfigDict) -> int:
+  """Tokens of the longest possible prompt and response."""
+  return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _check_sizes(config: ConfigDict, max_positions: int) -> None:
+  """Refuses sizes of sequences, rows and micro-batches that do not fit."""
+  rollout, training = config.rollout, config.training
+  for key, value in {
+    'rollout.prompts_per_step': rollout.prompts_per_step,
+    'rollout.samples_per_prompt': rollout.samples_per_prompt,
+    'rollout.max_new_tokens': rollout.max_new_tokens,
+    'data.max_prompt_tokens': config.data.max_prompt_tokens,
+    'training.sequences_per_minibatch': training.sequences_per_minibatch,
+    'training.epochs_per_step': training.epochs_per_step,
+    'training.tokens_per_row': training.tokens_per_row,
+    'training.tokens_per_microbatch': training.tokens_per_microbatch,
+  }.items():
+    if value < 1:
+      raise ValueError(f'{key}={value} must be 1 or more')
+  longest = longest_sequence(config)
+  if longest > max_positions:
+    raise ValueError(
+      f'data.max_prompt_tokens={config.data.max_prompt_tokens} and'
+      f' rollout.max_new_tokens={rollout.max_new_tokens} make sequences of'
+      f' {longest} tokens, the model has {max_positions} positions'
+    )
+  if longest > training.tokens_per_row:
+    raise ValueError(
+      f'training.tokens_per_row={training.tokens_per_row} cannot hold the'
+      f' longest sequence of {longest} tokens (max_prompt_tokens +'
+      ' max_new_tokens): raise tokens_per_row'
+    )
+  if training.tokens_per_microbatch % training.tokens_per_row:
+    raise ValueError(
+      'training.tokens_per_microbatch='
+      f'{training.tokens_per_microbatch} must be a multiple of'
+      f' training.tokens_per_row={training.tokens_per_row}'
+    )

@@ -302,7 +302,7 @@ def ppo(
       )
   if config.critic.path:
     critic = hf.load_config(config.critic.path)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = arithmetic.longest_sequence(config)
     if critic.max_positions < longest:
       raise ValueError(
         f'the critic of {config.critic.path} has {critic.max_positions}'
