@@ -50,31 +50,37 @@ def get_config(arg: str = '') -> ConfigDict:
   config.rewards.exact_match = ConfigDict(
     dict(rule='exact_match', weight=1.0, args=ConfigDict())
   )
-  config.rollout.prompts_per_step = 64
+  config.rollout.prompts_per_step = 256
   config.rollout.samples_per_prompt = 4
   config.rollout.max_new_tokens = 6
+  config.rollout.slots = 1024
   config.training.tokens_per_row = 128
-  config.training.tokens_per_microbatch = 2048
-  config.training.sequences_per_minibatch = 128
+  config.training.tokens_per_microbatch = 2560
+  config.training.sequences_per_minibatch = 512
   config.algorithm.lam = 0.95
-  config.algorithm.kl_loss.coef = 0.01
+  config.algorithm.kl_loss.coef = 0.002
   config.evaluation.every = 20
+  config.checkpoint.every = 20
   config.evaluation.best_metric = 'val/arithmetic/exact_match'
   # The last stage reads the values above and below, so flags change them.
-  config.steps = 100
-  config.actor.optimizer.learning_rate = 3e-4
+  config.steps = 130
+  config.actor.optimizer.learning_rate = 2e-4
   config.actor.optimizer.warmup_updates = 10
-  config.critic.optimizer.learning_rate = 1e-3
+  config.actor.optimizer.decay = 'linear'
+  config.actor.optimizer.end_fraction = 0.2
+  config.critic.optimizer.learning_rate = 3e-4
   config.stages = (
     (
       'warmup',
       'sft',
       {
-        'steps': 190,
+        'steps': 210,
         'data.train.args.part': (1, 2),  # not the problems of the next stage
         'training.sequences_per_minibatch': 192,
         'actor.optimizer.learning_rate': 1e-3,
         'actor.optimizer.warmup_updates': 20,
+        'actor.optimizer.decay': 'constant',
+        'checkpoint.every': 100,
         'evaluation.every': 0,
         'evaluation.before_train': False,
       },
