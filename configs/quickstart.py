@@ -40,7 +40,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.data.train = ConfigDict(
     dict(
       source='arithmetic',
-      args=dict(split='train', size=1_000_000, part=(0, 2), **digits),
+      args=dict(split='train', size=40_000, part=(0, 2), **digits),
     )
   )
   config.data.validation = ConfigDict(
@@ -50,33 +50,35 @@ def get_config(arg: str = '') -> ConfigDict:
   config.rewards.exact_match = ConfigDict(
     dict(rule='exact_match', weight=1.0, args=ConfigDict())
   )
-  config.rollout.prompts_per_step = 256
-  config.rollout.samples_per_prompt = 4
+  # The baseline is the critic's: many prompts teach more than many samples.
+  config.rollout.prompts_per_step = 1024
+  config.rollout.samples_per_prompt = 1
   config.rollout.max_new_tokens = 6
   config.rollout.slots = 1024
-  config.training.tokens_per_row = 128
-  config.training.tokens_per_microbatch = 2560
+  config.training.tokens_per_row = 64
+  config.training.tokens_per_microbatch = 5376  # 84 rows
   config.training.sequences_per_minibatch = 512
-  config.algorithm.lam = 0.95
+  config.algorithm.lam = 1.0
   config.algorithm.kl_loss.coef = 0.002
   config.evaluation.every = 20
   config.checkpoint.every = 20
   config.evaluation.best_metric = 'val/arithmetic/exact_match'
   # The last stage reads the values above and below, so flags change them.
-  config.steps = 130
-  config.actor.optimizer.learning_rate = 2e-4
+  config.steps = 160
+  config.actor.optimizer.learning_rate = 3e-4
   config.actor.optimizer.warmup_updates = 10
   config.actor.optimizer.decay = 'linear'
-  config.actor.optimizer.end_fraction = 0.2
+  config.actor.optimizer.end_fraction = 0.15
   config.critic.optimizer.learning_rate = 3e-4
   config.stages = (
     (
       'warmup',
       'sft',
       {
-        'steps': 210,
+        'steps': 193,
         'data.train.args.part': (1, 2),  # not the problems of the next stage
         'training.sequences_per_minibatch': 192,
+        'training.tokens_per_microbatch': 2048,
         'actor.optimizer.learning_rate': 1e-3,
         'actor.optimizer.warmup_updates': 20,
         'actor.optimizer.decay': 'constant',

@@ -11,6 +11,7 @@ Exits with 0 only when the run reached its last step.
 
 import pathlib
 import sys
+import time
 
 # `configs` is not part of the installed package.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -58,6 +59,7 @@ def train(
   Raises:
     Refused: the run cannot be done as configured; nothing was compiled.
   """
+  began = time.time()
   # ---- Checks: all of them before anything is compiled or written ----------
   workdir = pathlib.Path(workdir).expanduser().resolve()
   resolved = writers.plain(config)
@@ -78,6 +80,7 @@ def train(
     keep=config.checkpoint.keep,
     tensorboard=config.tensorboard,
     wandb=config.wandb,
+    began=began,
   )
   total = sum(setup.numbers.steps for setup in setups)
   reason, params = 'error', None

@@ -58,6 +58,7 @@ def arithmetic(
   operators: str = '+',
   held_out_share: float = 0.1,
   part: tuple[int, int] = (0, 1),
+  largest: int | None = None,
 ) -> Sequence[Example]:
   """Sums such as '47+385=' with the answer '432', generated.
 
@@ -76,6 +77,7 @@ def arithmetic(
     held_out_share: share of all problems kept for validation.
     part: (i, n) keeps the i-th of n parts of the problems, which have none in
       common: two training sets of different parts share no problem.
+    largest: operands are uniform on 0 .. largest instead.
 
   Raises:
     ValueError: an argument out of range, or too few distinct problems.
@@ -89,6 +91,9 @@ def arithmetic(
     )
   if not operators or set(operators) - set('+-'):
     raise ValueError(f"operators must be '+', '-' or '+-', got {operators!r}")
+  limit = 10**digits if largest is None else largest + 1
+  if limit < 2:
+    raise ValueError(f'largest must be at least 1, got {largest}')
   part_index, parts = part
   if not 0 <= part_index < parts:
     raise ValueError(f'part must be (i, n) with 0 <= i < n, got {part}')
@@ -102,7 +107,7 @@ def arithmetic(
     """The first draw of this index that belongs to the split, or None."""
     generator = np.random.default_rng((seed, index))
     for _ in range(10_000):
-      terms = generator.integers(0, 10**digits, operands).tolist()
+      terms = generator.integers(0, limit, operands).tolist()
       picks = generator.integers(0, len(operators), operands - 1)
       signs = ['+', *(operators[i] for i in picks)]
       place = _place(signs, terms)

@@ -395,6 +395,7 @@ def open_run(
   keep: int,
   tensorboard: bool,
   wandb: str,
+  began: float,
 ) -> Run:
   """Opens files and checkpoints; goes on from the newest checkpoint.
 
@@ -405,6 +406,7 @@ def open_run(
     keep: checkpoints that stay.
     tensorboard: also write TensorBoard files.
     wandb: project, '' is off.
+    began: `time.time()` when this process began to work on the run.
   """
   writer = writers.RunWriter(
     workdir,
@@ -435,5 +437,5 @@ def open_run(
     checkpoints=checkpoints,
     host=host,
     restored_step=step,
-    started=time.time() - host.wall_time_s,
+    started=began - host.wall_time_s,
   )
