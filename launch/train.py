@@ -9,10 +9,13 @@
 Exits with 0 only when the run reached its last step.
 """
 
+import os
 import pathlib
 import sys
 import time
 
+# Only its tokenizers are used: it need not say that there is no torch.
+os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
 # `configs` is not part of the installed package.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -29,13 +32,14 @@ from rlhf_jax.trainers import ppo  # noqa: E402
 from rlhf_jax.trainers import run as run_lib  # noqa: E402
 from rlhf_jax.trainers import setup as setup_lib  # noqa: E402
 from rlhf_jax.trainers import sft  # noqa: E402
+from rlhf_jax.trainers import workdir as workdir_lib  # noqa: E402
 
 TRAINERS = {'ppo': ppo.train, 'sft': sft.train}
 
 CONFIG = config_flags.DEFINE_config_file('config', lock_config=True)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run writes.')
 RESUME = flags.DEFINE_enum(
-  'resume', 'auto', run_lib.RESUME, 'What to do with what is in workdir.'
+  'resume', 'auto', workdir_lib.RESUME, 'What to do with what is in workdir.'
 )
 
 
@@ -64,13 +68,13 @@ def train(
   workdir = pathlib.Path(workdir).expanduser().resolve()
   resolved = writers.plain(config)
   try:
-    run_lib.check_workdir(workdir, resolved, resume)
+    workdir_lib.check_workdir(workdir, resolved, resume)
     if not config.evaluation.only and run_lib.show_finished(workdir):
       return 0
     notes = checks.check_overrides(config, from_flags)
     setups = setup_lib.stages(config, tuple(TRAINERS))
   except (ValueError, FileNotFoundError, ImportError) as error:
-    raise run_lib.Refused(str(error)) from error
+    raise workdir_lib.Refused(str(error)) from error
 
   # ---- The run: one stage after the other ----------------------------------
   run = run_lib.open_run(
@@ -117,7 +121,7 @@ def main(argv: list[str]) -> None:
     code = train(
       CONFIG.value, WORKDIR.value, RESUME.value, frozenset(from_flags)
     )
-  except run_lib.Refused as error:
+  except workdir_lib.Refused as error:
     sys.exit(f'error: {error}')
   sys.exit(code)
 

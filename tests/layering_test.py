@@ -31,7 +31,7 @@ FLOORS = {
   # Loops, and what watches them.
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
-      trainers.run planner monitor.*""",
+      trainers.run trainers.workdir planner monitor.*""",
 }
 
 # Modules outside the package that only these may import, and why.

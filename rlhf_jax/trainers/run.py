@@ -25,13 +25,7 @@ from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
-
-RESUME = ('auto', 'must', 'never')
-# A resumed run may change these: they touch no number of the training.
-HARMLESS = (
-    'checkpoint.', 'dump_every', 'dump_sequences', 'evaluation.', 'export',
-    'tensorboard', 'wandb',
-)  # fmt: skip
+from rlhf_jax.trainers import workdir as workdir_lib
 
 
 class Timings(dict):
@@ -42,10 +36,6 @@ class Timings(dict):
     began = time.perf_counter()
     yield
     self[f'timing_s/{name}'] = time.perf_counter() - began
-
-
-class Refused(ValueError):
-  """A run that cannot be done as configured; the message says what to do."""
 
 
 @dataclasses.dataclass
@@ -237,7 +227,7 @@ def introduce(
   run: Run, setups: list[setup_lib.Setup], notes: list[str]
 ) -> None:
   """Prints the resolved config and the derived numbers of every stage."""
-  for key, value in _flat(run.config).items():
+  for key, value in workdir_lib.flatten(run.config).items():
     run.console.note(f'{key:<44}{value}')
   table = parameter_overview.get_parameter_overview(
     spec.abstract(decoder.specs(setups[0].model)), include_stats=False
@@ -312,79 +302,6 @@ def _short(summary: dict[str, Any]) -> dict[str, Any]:
     if name in last:
       short[f'last {name}'] = last[name]
   return short
-
-
-def check_workdir(
-  workdir: pathlib.Path, config: dict[str, Any], resume: str
-) -> None:
-  """Refuses a workdir that holds something else.
-
-  Raises:
-    ValueError: see DESIGN of `--resume` in the README.
-  """
-  if resume not in RESUME:
-    raise ValueError(f'--resume={resume} is not one of {list(RESUME)}')
-  if workdir.exists() and not workdir.is_dir():
-    raise ValueError(f'--workdir={workdir} is a file, expected a folder')
-  content = (
-    sorted(p.name for p in workdir.iterdir()) if workdir.exists() else []
-  )
-  if resume == 'never' and content:
-    raise ValueError(
-      f'--resume=never, but {workdir} is not empty: {content[:5]}; name'
-      ' another workdir or use --resume=auto'
-    )
-  if resume == 'must' and not _has_checkpoint(workdir):
-    raise ValueError(
-      f'--resume=must, but {workdir} holds no checkpoint; use --resume=auto'
-      ' to start'
-    )
-  if not content:
-    return
-  path = workdir / writers.CONFIG
-  if not path.exists():
-    raise ValueError(
-      f'{workdir} is not empty and not the workdir of a run (no'
-      f' {writers.CONFIG}): {content[:5]}; name another workdir'
-    )
-  # A first attempt that failed before its first step holds nothing to lose.
-  metrics = workdir / writers.METRICS
-  begun = _has_checkpoint(workdir) or (
-    metrics.exists() and metrics.stat().st_size
-  )
-  lines = difference(json.loads(path.read_text()), config)
-  if lines and begun:
-    raise ValueError(
-      f'{workdir} holds another run; its config differs:\n  '
-      + '\n  '.join(lines)
-      + '\nname another workdir, or run with the old config to resume'
-    )
-
-
-def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-  """`key: old -> new` of every value that differs and is not harmless."""
-  old, new = _flat(old), _flat(new)
-  return [
-    f'{key}: {old.get(key, "(absent)")} -> {new.get(key, "(absent)")}'
-    for key in sorted(old.keys() | new.keys())
-    if not key.startswith(HARMLESS)
-    and old.get(key, '(absent)') != new.get(key, '(absent)')
-  ]
-
-
-def _flat(values: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  flat = {}
-  for key, value in values.items():
-    if isinstance(value, dict):
-      flat |= _flat(value, f'{prefix}{key}.')
-    else:
-      flat[prefix + key] = value
-  return flat
-
-
-def _has_checkpoint(workdir: pathlib.Path) -> bool:
-  folder = workdir / 'checkpoints'
-  return folder.exists() and any(p.name.isdigit() for p in folder.iterdir())
 
 
 def open_run(

@@ -24,6 +24,7 @@ from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
 from rlhf_jax.monitor import writers
 from rlhf_jax.trainers import run as run_lib
+from rlhf_jax.trainers import workdir as workdir_lib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STEPS = 5  # 2 of the warm-up, 3 of PPO
@@ -277,17 +278,21 @@ def test_running_again_changes_nothing(finished, capsys):
 def test_refusals_change_nothing(finished, tmp_path):
   before = _snapshot(finished)
   with pytest.raises(
-    run_lib.Refused, match='algorithm.clip_low: 0.2 -> 0.1'
+    workdir_lib.Refused, match='algorithm.clip_low: 0.2 -> 0.1'
   ) as error:
     launch.train(_config(**{'algorithm.clip_low': 0.1}), str(finished))
   assert 'checkpoint' not in str(error.value)
-  with pytest.raises(run_lib.Refused, match='--resume=never, but .* not empty'):
+  with pytest.raises(
+    workdir_lib.Refused, match='--resume=never, but .* not empty'
+  ):
     launch.train(_config(), str(finished), 'never')
   assert _snapshot(finished) == before
   empty = tmp_path / 'empty'
-  with pytest.raises(run_lib.Refused, match='--resume=must, but .* holds no'):
+  with pytest.raises(
+    workdir_lib.Refused, match='--resume=must, but .* holds no'
+  ):
     launch.train(_config(), str(empty), 'must')
-  with pytest.raises(run_lib.Refused, match='tokens_per_row=3 cannot hold'):
+  with pytest.raises(workdir_lib.Refused, match='tokens_per_row=3 cannot hold'):
     launch.train(_config(**{'training.tokens_per_row': 3}), str(empty))
   assert not empty.exists()
 
@@ -297,7 +302,9 @@ def test_flags_that_no_stage_reads(tmp_path):
   config.stages = tuple(
     (name, trainer, {'steps': 1}) for name, trainer, _ in config.stages
   )
-  with pytest.raises(run_lib.Refused, match='--config.steps would change noth'):
+  with pytest.raises(
+    workdir_lib.Refused, match='--config.steps would change noth'
+  ):
     launch.train(config, str(tmp_path / 'run'), from_flags=frozenset({'steps'}))
   assert not (tmp_path / 'run').exists()
 

@@ -8,6 +8,7 @@ import pytest
 from rlhf_jax.monitor import writers
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import state as state_lib
+from rlhf_jax.trainers import workdir as workdir_lib
 
 _CONFIG = {
   'seed': 0,
@@ -39,15 +40,15 @@ def _make(workdir, *, config=True, checkpoint=None, summary=None):
 
 @pytest.mark.parametrize('resume', ['auto', 'never'])
 def test_an_empty_or_absent_workdir_begins(tmp_path, resume):
-  run_lib.check_workdir(tmp_path, _CONFIG, resume)
-  run_lib.check_workdir(tmp_path / 'absent', _CONFIG, resume)
+  workdir_lib.check_workdir(tmp_path, _CONFIG, resume)
+  workdir_lib.check_workdir(tmp_path / 'absent', _CONFIG, resume)
   assert not (tmp_path / 'absent').exists()  # a check writes nothing
 
 
 @pytest.mark.parametrize('resume', ['auto', 'must'])
 def test_the_same_config_goes_on(tmp_path, resume):
   _make(tmp_path, checkpoint='3')
-  run_lib.check_workdir(tmp_path, _CONFIG, resume)
+  workdir_lib.check_workdir(tmp_path, _CONFIG, resume)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +70,19 @@ def test_the_same_config_goes_on(tmp_path, resume):
 def test_check_workdir_refuses(tmp_path, made, resume, message):
   _make(tmp_path, **made)
   with pytest.raises(ValueError, match=message):
-    run_lib.check_workdir(tmp_path, _CONFIG, resume)
+    workdir_lib.check_workdir(tmp_path, _CONFIG, resume)
 
 
 def test_must_with_an_absent_workdir(tmp_path):
   with pytest.raises(ValueError, match='holds no checkpoint'):
-    run_lib.check_workdir(tmp_path / 'absent', _CONFIG, 'must')
+    workdir_lib.check_workdir(tmp_path / 'absent', _CONFIG, 'must')
 
 
 def test_a_file_is_no_workdir(tmp_path):
   path = tmp_path / 'file'
   path.write_text('')
   with pytest.raises(ValueError, match='is a file, expected a folder'):
-    run_lib.check_workdir(path, _CONFIG, 'auto')
+    workdir_lib.check_workdir(path, _CONFIG, 'auto')
 
 
 @pytest.mark.parametrize('left', ['checkpoint', 'metrics'])
@@ -92,7 +93,7 @@ def test_another_config_is_shown_as_a_difference(tmp_path, left):
   other = _CONFIG | {'steps': 6, 'model': {'path': 'b'}, 'new': 1}
   del other['seed']
   with pytest.raises(ValueError, match='holds another run') as error:
-    run_lib.check_workdir(tmp_path, other, 'auto')
+    workdir_lib.check_workdir(tmp_path, other, 'auto')
   lines = [line.strip() for line in str(error.value).splitlines()]
   assert lines[1:-1] == [
     'model.path: a -> b',
@@ -106,15 +107,17 @@ def test_another_config_is_shown_as_a_difference(tmp_path, left):
 def test_an_attempt_that_left_nothing_may_be_mended(tmp_path):
   _make(tmp_path)
   (tmp_path / writers.METRICS).write_text('')
-  run_lib.check_workdir(tmp_path, _CONFIG | {'steps': 6}, 'auto')
+  workdir_lib.check_workdir(tmp_path, _CONFIG | {'steps': 6}, 'auto')
 
 
 def test_harmless_keys_may_change(tmp_path):
   _make(tmp_path, checkpoint='3')
   other = _CONFIG | {'checkpoint': {'every': 9}, 'export': False, 'wandb': 'x'}
-  run_lib.check_workdir(tmp_path, other, 'auto')
+  workdir_lib.check_workdir(tmp_path, other, 'auto')
   # A section is compared key by key: nothing else slips through.
-  assert run_lib.difference({'steps': 1}, {'steps': 1.5}) == ['steps: 1 -> 1.5']
+  assert workdir_lib.difference({'steps': 1}, {'steps': 1.5}) == [
+    'steps: 1 -> 1.5'
+  ]
 
 
 def test_only_a_finished_run_is_shown(tmp_path, capsys):
