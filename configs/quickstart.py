@@ -40,7 +40,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.data.train = ConfigDict(
     dict(
       source='arithmetic',
-      args=dict(split='train', size=40_000, part=(0, 2), **digits),
+      args=dict(split='train', size=40_000, part=(0.3, 1.0), **digits),
     )
   )
   config.data.validation = ConfigDict(
@@ -64,7 +64,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.checkpoint.every = 20
   config.evaluation.best_metric = 'val/arithmetic/exact_match'
   # The last stage reads the values above and below, so flags change them.
-  config.steps = 160
+  config.steps = 165
   config.actor.optimizer.learning_rate = 3e-4
   config.actor.optimizer.warmup_updates = 10
   config.actor.optimizer.decay = 'linear'
@@ -76,7 +76,10 @@ def get_config(arg: str = '') -> ConfigDict:
       'sft',
       {
         'steps': 193,
-        'data.train.args.part': (1, 2),  # not the problems of the next stage
+        'data.train.args.part': (
+          0.0,
+          0.3,
+        ),  # not the problems of the next stage
         'training.sequences_per_minibatch': 192,
         'training.tokens_per_microbatch': 2048,
         'actor.optimizer.learning_rate': 1e-3,

@@ -57,7 +57,7 @@ def arithmetic(
   operands: int = 2,
   operators: str = '+',
   held_out_share: float = 0.1,
-  part: tuple[int, int] = (0, 1),
+  part: tuple[float, float] = (0.0, 1.0),
   largest: int | None = None,
 ) -> Sequence[Example]:
   """Sums such as '47+385=' with the answer '432', generated.
@@ -75,8 +75,8 @@ def arithmetic(
     operands: terms of a problem, at least 2.
     operators: those to draw from, '+', '-' or '+-'.
     held_out_share: share of all problems kept for validation.
-    part: (i, n) keeps the i-th of n parts of the problems, which have none in
-      common: two training sets of different parts share no problem.
+    part: keeps the problems from the first to the second fraction of the split;
+      training sets of (0, 0.3) and (0.3, 1) share no problem.
     largest: operands are uniform on 0 .. largest instead.
 
   Raises:
@@ -94,9 +94,11 @@ def arithmetic(
   limit = 10**digits if largest is None else largest + 1
   if limit < 2:
     raise ValueError(f'largest must be at least 1, got {largest}')
-  part_index, parts = part
-  if not 0 <= part_index < parts:
-    raise ValueError(f'part must be (i, n) with 0 <= i < n, got {part}')
+  low, high = part
+  if not 0 <= low < high <= 1:
+    raise ValueError(
+      f'part must be (low, high) with 0 <= low < high <= 1, got {part}'
+    )
   validation = split == 'validation'
   if size is None:
     size = 256 if validation else 2**31
@@ -111,8 +113,14 @@ def arithmetic(
       picks = generator.integers(0, len(operators), operands - 1)
       signs = ['+', *(operators[i] for i in picks)]
       place = _place(signs, terms)
-      mine = int(place / held_out_share * parts) % parts == part_index
-      if (place < held_out_share) == validation and mine:
+      if (place < held_out_share) != validation:
+        continue
+      # Where it lies in its split, from 0 to 1.
+      if validation:
+        inside = place / held_out_share
+      else:
+        inside = (place - held_out_share) / (1 - held_out_share)
+      if low <= inside < high:
         return signs, terms
     return None
 

@@ -172,3 +172,20 @@ def test_exclude_refuses_what_it_cannot_do():
     sources.exclude(few, few)
   with pytest.raises(ValueError, match='walks through'):
     sources.exclude(sources.load('arithmetic'), few)
+
+
+def test_parts_of_the_arithmetic_problems_are_disjoint():
+  make = lambda **kwargs: {
+    example.prompt
+    for example in sources.arithmetic(size=600, digits=1, **kwargs)
+  }
+  first, second = make(part=(0.0, 0.3)), make(part=(0.3, 1.0), seed=1)
+  assert first and second and not first & second
+  assert len(first) < len(second)  # 0.3 against 0.7
+  held_out = {
+    example.prompt
+    for example in sources.arithmetic(split='validation', size=4, digits=1)
+  }
+  assert not held_out & (first | second)
+  with pytest.raises(ValueError, match='low < high'):
+    sources.arithmetic(part=(0.5, 0.5))
