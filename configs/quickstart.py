@@ -102,6 +102,8 @@ def get_config(arg: str = '') -> ConfigDict:
     config.training.tokens_per_row = 32
     config.training.tokens_per_microbatch = 128
     config.dump_every = 1
+    config.actor.optimizer.warmup_updates = 0
+    config.actor.optimizer.decay = 'constant'
     config.steps = 2
     config.stages = (
       ('warmup', 'sft', {'steps': 2, 'evaluation.before_train': False}),

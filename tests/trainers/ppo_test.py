@@ -1,28 +1,14 @@
 """PPO on a small real checkpoint, through the launch script's `train`."""
 
-import importlib.util
+import importlib
 import json
-import pathlib
-import sys
 
+from configs import ppo_stories
 from rlhf_jax import testing
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def _load(name: str, path: pathlib.Path):
-  spec = importlib.util.spec_from_file_location(name, path)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  spec.loader.exec_module(module)
-  return module
 
 
 def _run(config, workdir) -> list[dict]:
-  # Flags are global: the script is loaded once per process.
-  script = sys.modules.get('launch_train_script')
-  if script is None:
-    script = _load('launch_train_script', ROOT / 'launch' / 'train.py')
+  script = importlib.import_module('launch.train')
   assert script.train(config, str(workdir)) == 0
   lines = (workdir / 'metrics.jsonl').read_text().splitlines()
   return [json.loads(line) for line in lines]
@@ -30,8 +16,7 @@ def _run(config, workdir) -> list[dict]:
 
 def test_the_mean_reward_rises_on_real_weights(tmp_path):
   folder = testing.shared_path('data/stories260k')
-  configs = _load('ppo_stories', ROOT / 'configs' / 'ppo_stories.py')
-  config = configs.get_config()
+  config = ppo_stories.get_config()
   config.model.path = str(folder)
   config.mesh.devices = 1
   config.steps = 12
