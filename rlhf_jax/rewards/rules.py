@@ -148,6 +148,8 @@ def reasoning_gym(*, extract: str = 'text') -> base.Reward:
       scorers[task] = package.get_score_answer_fn(task)
     try:
       return float(scorers[task](extractor(response), entry))
+    # A scorer may fail on any text that a policy writes: that is worth 0,
+    # unless it fails on the right answer too; then its error is raised here.
     except Exception:  # pylint: disable=broad-exception-caught
       scorers[task](entry['answer'], entry)
       return 0.0

@@ -15,17 +15,7 @@ from rlhf_jax.models import config as model_config
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.trainers import arithmetic
-
-
-def keys_of(config: ConfigDict, prefix: str = '') -> dict[str, object]:
-  """{'dotted.key': value} of every leaf."""
-  flat = {}
-  for name, value in config.items():
-    if isinstance(value, ConfigDict):
-      flat |= keys_of(value, f'{prefix}{name}.')
-    else:
-      flat[prefix + name] = value
-  return flat
+from rlhf_jax.trainers import workdir
 
 
 def stage_config(config: ConfigDict, overrides: dict) -> ConfigDict:
@@ -42,7 +32,7 @@ def stage_config(config: ConfigDict, overrides: dict) -> ConfigDict:
     )
   copy = config.copy_and_resolve_references()  # nested parts too
   copy.lock()
-  known = keys_of(config)
+  known = workdir.flatten(config)
   for name, value in overrides.items():
     if name not in known:
       near = difflib.get_close_matches(name, known, 1)
@@ -145,7 +135,7 @@ def common(
     ('dump_every', config.dump_every >= 0, '0 (at the end) or more steps'),
   ):
     if not ok:
-      value = keys_of(config)[key]
+      value = workdir.flatten(config)[key]
       raise ValueError(f'{key}={value} must be {wanted}')
   if config.algorithm.aggregation not in aggregation.MODES:
     raise ValueError(

@@ -76,11 +76,11 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
   ]
 
 
-def flatten(values: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+def flatten(values: Any, prefix: str = '') -> dict[str, Any]:
   """{'dotted.key': value} of a nested dict."""
   flat = {}
   for key, value in values.items():
-    if isinstance(value, dict):
+    if hasattr(value, 'items'):  # a dict or a ConfigDict
       flat |= flatten(value, f'{prefix}{key}.')
     else:
       flat[prefix + key] = value
