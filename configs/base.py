@@ -4,6 +4,7 @@ An experiment is a file beside this one that starts from `get_config()` and
 changes what differs.  The result is locked: an unknown key is an error.
 """
 
+from ml_collections import config_dict
 from ml_collections import ConfigDict
 
 
@@ -29,7 +30,8 @@ def kl(estimator: str) -> ConfigDict:
   return ConfigDict(
     dict(
       coef=0.0,  # of the KL in nats per token; 0 is off
-      # k1 | k2 | k3 | abs | low_var_kl | k1+ | k3+ (the loss: not k1, abs)
+      # k1 | k2 | k3 | abs | low_var_kl_verl, each also with a + (the gradient
+      # of k2) | full (over the vocabulary); the loss: not k1, abs.
       estimator=estimator,
       controller='fixed',  # fixed | adaptive (Ziegler et al. 2019)
       target=0.1,  # adaptive: nats per token to hold
@@ -91,25 +93,89 @@ def get_config() -> ConfigDict:
   config.rollout.slots = 256  # sequences that decode at the same time
   config.rollout.share_prefix = True  # compute what all prompts share once
   config.rollout.dtype = 'auto'  # float32 | bfloat16 | auto
+  # Old log-probs: recompute (by the trainer) | reuse (those of the sampler).
+  config.rollout.logprobs = 'recompute'
 
+  # Names, formulas and sources: docs/algorithms.md.  A key that the chosen
+  # estimator or loss does not read must keep its default.
   config.algorithm = ConfigDict()
-  config.algorithm.advantages = 'gae'  # gae | grpo | rloo
-  config.algorithm.gamma = 1.0  # discount per token (gae)
+  # gae | grpo | rloo | opo | gpg | grpo_passk | gdpo | remax |
+  # reinforce_plus_plus | reinforce_plus_plus_baseline |
+  # optimal_token_baseline | multi_turn_optimal_token_baseline
+  config.algorithm.advantages = 'gae'
+  config.algorithm.gamma = 1.0  # discount per token (gae, reinforce_plus_plus)
   config.algorithm.lam = 1.0  # lambda of gae
-  config.algorithm.whiten = True  # advantages over the whole step (gae)
+  # Advantages to mean 0 and deviation 1 over the step (gae); unset: yes.
+  config.algorithm.whiten = config_dict.placeholder(bool)
+  # Divide by the deviation of the group (grpo, grpo_passk).
+  config.algorithm.normalize_std = True
   config.algorithm.bootstrap_truncated = False  # value after a cut sequence
   config.algorithm.mask_truncated = False  # cut sequences do not train
-  # Groups of equal scores have no advantage (grpo, rloo): leave them out of
+  # Groups of equal scores have no advantage (grpo, rloo ...): leave them out of
   # the update, with their part in the KL loss and in the metrics of the update.
   config.algorithm.drop_uniform_groups = False
-  config.algorithm.policy_loss = 'ppo'  # ppo | reinforce
-  config.algorithm.clip_low = 0.2  # ratio down to 1 - clip_low
-  config.algorithm.clip_high = 0.2  # ratio up to 1 + clip_high
+  # ppo | gspo | cispo | sapo | geo_mean | clip_cov | kl_cov | dppo_tv |
+  # dppo_kl | dro | gpg | reinforce
+  config.algorithm.policy_loss = 'ppo'
+  # Ratio from 1 - clip_low to 1 + clip_high; unset, what the paper of the loss
+  # has: 0.2, gspo 3e-4 and 4e-4, geo_mean 0.4 (of the log-ratio), dppo_tv 0.15
+  # and dppo_kl 0.05 (of the divergence).
+  config.algorithm.clip_low = config_dict.placeholder(float)
+  config.algorithm.clip_high = config_dict.placeholder(float)
   config.algorithm.dual_clip = 0.0  # bound for A < 0 as a ratio; 0 = off
+  config.algorithm.sapo = ConfigDict(
+    dict(
+      tau_positive=1.0,  # steepness of the gate where A > 0
+      tau_negative=1.05,  # and elsewhere
+    )
+  )
+  config.algorithm.clip_cov = ConfigDict(
+    dict(
+      share=2e-4,  # of the tokens of a mini-batch that are stopped
+      low=1.0,  # drawn among those whose covariance lies
+      high=5.0,  # between these two
+    )
+  )
+  config.algorithm.kl_cov = ConfigDict(
+    dict(
+      share=2e-4,  # of the tokens of a mini-batch, of largest covariance
+      coef=1.0,  # of |log pi - log pi_old| there
+    )
+  )
+  # Tokens of larger ratio weigh as this (dppo_tv, dppo_kl).
+  config.algorithm.dppo = ConfigDict(dict(max_ratio=20.0))
+  config.algorithm.dro = ConfigDict(dict(beta=0.1))  # of the squared log-ratio
+  # token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean |
+  # seq-mean-token-sum-norm
   config.algorithm.aggregation = 'token-mean'
   config.algorithm.entropy_coef = 0.0  # bonus per nat per token
   config.algorithm.kl_reward = kl('k1')  # penalty in the token rewards
   config.algorithm.kl_loss = kl('k3')  # term in the policy loss
+  # Weights pi_trainer / pi_sampler on the policy loss.
+  config.algorithm.importance = ConfigDict(
+    dict(
+      level='off',  # off | token | sequence
+      upper=2.0,  # larger weights become this (lower = 0), or 0
+      lower=0.0,  # smaller weights become 0; 0 = off
+      normalize=False,  # to a mean of 1
+    )
+  )
+  # Tokens or sequences on which sampler and trainer disagree do not train.
+  config.algorithm.rejection = ConfigDict(
+    dict(
+      statistic='off',  # off | k1 | k2 | k3
+      level='token',  # token | sequence_sum | sequence_mean | sequence_max
+      low=0.5,  # k1: smallest ratio pi_sampler / pi_trainer
+      high=2.0,  # k1: largest ratio; k2, k3: largest statistic
+    )
+  )
+  # PF-PPO: sequences are drawn anew by their scores.
+  config.algorithm.filtration = ConfigDict(
+    dict(
+      method='off',  # off | pow | max_min | max_random
+      power=2.0,  # pow: probability in proportion to |score|^power
+    )
+  )
 
   config.training = ConfigDict()
   config.training.sequences_per_minibatch = 256  # sequences per update

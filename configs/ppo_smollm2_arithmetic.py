@@ -1,7 +1,7 @@
 """A real model learns to add: PPO with a group baseline.
 
 SmolLM2-135M-Instruct reads three worked lines and a sum of two numbers of up
-to four digits, and answers with a number.  Problems and scorer come from the
+to three digits, and answers with a number.  Problems and scorer come from the
 package reasoning-gym (`pip install 'rlhf_jax[reasoning]'`).
 
   python launch/train.py --config=configs/ppo_smollm2_arithmetic.py \
@@ -18,7 +18,7 @@ from configs import base
 
 QUESTION = 'State the final answer to the following arithmetic problem: '
 # With a negative result among them, so that the model tries such answers.
-WORKED = ('9 - 4 = 5', '27 - 64 = -37', '914 + 807 = 1721')
+WORKED = ('83 - 27 = 56', '2 - 9 = -7', '358 + 64 = 422')
 
 
 def get_config(arg: str = '') -> ConfigDict:
@@ -26,10 +26,10 @@ def get_config(arg: str = '') -> ConfigDict:
   config = base.get_config()
   config.name = 'ppo_smollm2_arithmetic'
   config.model.path = 'HuggingFaceTB/SmolLM2-135M-Instruct'
-  config.steps = 140
+  config.steps = 130
 
   # The generator makes item i from seed + i: the two sets must be far apart.
-  task = dict(task='chain_sum', min_terms=2, max_terms=2)
+  task = dict(task='chain_sum', min_terms=2, max_terms=2, max_digits=3)
   config.data.train = ConfigDict(
     dict(source='reasoning_gym', args=dict(size=20_000, seed=1_000_000, **task))
   )
@@ -39,7 +39,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.data.prompt_format = (
     ''.join(f'{QUESTION}{line}\n' for line in WORKED) + '{prompt}'
   )
-  config.data.max_prompt_tokens = 96  # the 78 that all share are computed once
+  config.data.max_prompt_tokens = 88  # the 78 that all share are computed once
   # The package's scorer is the reward; it gives part of the point for an answer
   # with something around it, so what counts is reported beside it.
   config.rewards.chain_sum = ConfigDict(
@@ -56,7 +56,6 @@ def get_config(arg: str = '') -> ConfigDict:
   config.rollout.slots = 512
 
   config.algorithm.advantages = 'grpo'
-  config.algorithm.whiten = False
   config.algorithm.kl_loss.coef = 0.002
   # Most groups are unanimous, above all at first: they are not run.
   config.algorithm.drop_uniform_groups = True
@@ -64,7 +63,9 @@ def get_config(arg: str = '') -> ConfigDict:
   config.training.tokens_per_row = 512
   config.training.tokens_per_microbatch = 2048
   config.model.head_chunk = 1024
-  config.actor.optimizer.learning_rate = 5e-6
+  config.actor.optimizer.learning_rate = 1e-5
+  config.actor.optimizer.decay = 'linear'
+  config.actor.optimizer.end_fraction = 0.2
   config.actor.optimizer.warmup_updates = 3
 
   config.evaluation.every = 10

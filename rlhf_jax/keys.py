@@ -7,7 +7,16 @@ it is the same whatever the order, batch, slot or device.
 import jax
 
 # New purposes go to the end: the number is part of every run's randomness.
-PURPOSES = ('init', 'critic_init', 'rollout', 'minibatch', 'epoch', 'evaluate')
+PURPOSES = (
+  'init',
+  'critic_init',
+  'rollout',
+  'minibatch',
+  'epoch',
+  'evaluate',
+  'filtration',
+  'select',
+)
 
 
 def key(seed: int, purpose: str, *address) -> jax.Array:

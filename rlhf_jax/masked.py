@@ -69,6 +69,74 @@ def min(x: Array, mask: Array, axis=None, keepdims: bool = False) -> Array:
   return jnp.where(count(mask, axis, keepdims) > 0, smallest, 0.0)
 
 
+def segment_sum(
+  x: Array, mask: Array, segment_ids: Array | None = None
+) -> Array:
+  """For every place the sum over its own sequence, in either layout.
+
+    x            1  2  4  8  16      one row, everything selected
+    segment_ids  1  1  2  2   0
+    result       3  3 12 12   0
+
+  Args:
+    x: `[N, T]` or `[R, L]`, any real dtype.
+    mask: same shape, bool.
+    segment_ids: same shape, int32, see `types.Rows`: places with the same
+      number from 1 to L are one sequence, in any order; PADDING and SHARED
+      places are in none.  None is one sequence per row.
+
+  Returns:
+    Same shape, at least float32; 0 in no sequence, and in a sequence of which
+    no place is selected.
+  """
+  return _over_segments(_segment_sum, sum, x, mask, segment_ids)
+
+
+def segment_mean(
+  x: Array, mask: Array, segment_ids: Array | None = None
+) -> Array:
+  """For every place the mean over its own sequence, as `segment_sum`."""
+  total = segment_sum(x, mask, segment_ids)
+  n = segment_sum(jnp.ones_like(total), mask, segment_ids)
+  return total / jnp.maximum(n, 1.0)
+
+
+def segment_max(
+  x: Array, mask: Array, segment_ids: Array | None = None
+) -> Array:
+  """For every place the largest of its own sequence, as `segment_sum`."""
+  return _over_segments(_segment_max, max, x, mask, segment_ids)
+
+
+def _over_segments(by_id, by_row, x, mask, segment_ids):
+  """Reduces within each row, or within each segment, and broadcasts back."""
+  chex.assert_rank([x, mask], 2)
+  chex.assert_equal_shape([x, mask])
+  if segment_ids is None:
+    return jnp.broadcast_to(by_row(x, mask, axis=1, keepdims=True), x.shape)
+  chex.assert_equal_shape([x, segment_ids])
+  # Bucket 0 collects the places of no sequence; none of them is selected.
+  ids = jnp.clip(jnp.asarray(segment_ids), 0, x.shape[1])
+  mask = jnp.asarray(mask, bool) & (ids > 0)
+  buckets = x.shape[1] + 1
+
+  def row(x, mask, ids):  # L
+    return by_id(x, mask, ids, buckets)[ids]
+
+  return jax.vmap(row)(jnp.asarray(x), mask, ids)
+
+
+def _segment_sum(x, mask, ids, buckets):
+  return jax.ops.segment_sum(fill(x, mask), ids, num_segments=buckets)
+
+
+def _segment_max(x, mask, ids, buckets):
+  some = jax.ops.segment_max(mask.astype(jnp.int32), ids, num_segments=buckets)
+  filled = fill(x, mask, -jnp.inf)
+  largest = jax.ops.segment_max(filled, ids, num_segments=buckets)
+  return jnp.where(some > 0, largest, 0.0)
+
+
 def centre(x: Array, mask: Array, axis=None) -> tuple[Array, Array]:
   """`x - mean(x)` and the mean, exactly 0 where all values are one value.
 

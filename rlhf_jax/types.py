@@ -69,6 +69,7 @@ class Experience:
   token_rewards: Array  # [N, T] float32: scores, KL penalty, bootstrap
   advantages: Array  # [N, T] float32
   returns: Array  # [N, T] float32: the critic's targets
+  importance: Array | None = None  # [N, T] float32: sampler to trainer
 
 
 @struct.dataclass
@@ -96,6 +97,10 @@ class TokenBatch:
   old_values: Array  # [R, L] float32
   returns: Array  # [R, L] float32
   weights: Array  # [R, L] float32: the loss is sum(loss * weights)
+  # What only some algorithms read; None otherwise.
+  importance: Array | None = None  # [R, L] float32: factor of the policy loss
+  selected: Array | None = None  # [R, L] bool: see `policy_losses.SELECTIONS`
+  reference_states: Array | None = None  # [R, L, D], for the exact KL
 
 
 @struct.dataclass
@@ -104,4 +109,7 @@ class Scores:
 
   logprobs: Array | None = None  # [R, L] float32
   entropy: Array | None = None  # [R, L] float32, nats
+  sum_squares: Array | None = None  # [R, L] float32: sum_v p_v^2
+  divergence: Array | None = None  # [R, L] float32: exact KL to a reference
+  states: Array | None = None  # [R, L, D]: what the head reads
   values: Array | None = None  # [R, L] float32

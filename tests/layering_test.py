@@ -31,13 +31,15 @@ FLOORS = {
   # Loops, and what watches them.
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
-      trainers.run trainers.workdir planner monitor.*""",
+      trainers.run trainers.workdir trainers.algorithm trainers.measure
+      planner monitor.*""",
 }
 
 # Modules outside the package that only these may import, and why.
 RESTRICTED = {
   # The config stops at set-up and loops; below are keyword arguments.
-  'ml_collections': {'trainers.arithmetic', 'trainers.checks',
+  'ml_collections': {'trainers.algorithm', 'trainers.arithmetic',
+                     'trainers.checks',
                      'trainers.setup', 'trainers.run', 'trainers.ppo',
                      'trainers.sft', 'trainers.reward', 'trainers.preference',
                      'planner'},

@@ -158,3 +158,83 @@ def test_gradients_against_finite_differences():
     test_util.check_grads(
       smooth, (x,), order=1, modes=['rev'], eps=1e-6, rtol=1e-7, atol=1e-7
     )
+
+
+SEGMENT_STATISTICS = (
+  masked.segment_sum,
+  masked.segment_mean,
+  masked.segment_max,
+)
+# 0 is padding, -1 a shared prefix; the fourth place of a row is masked.
+SEGMENTS = np.array([[-1, 1, 1, 2, 2, 0], [3, 1, 3, 1, 1, 1]])
+SEGMENT_MASK = np.array([[1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 1, 1]], bool)
+VALUES = jnp.array([[9.0, 1, 2, jnp.nan, 8, 9], [4, -5, 6, jnp.inf, -1, -3]])
+
+
+def test_segments_by_hand():
+  call = lambda f: np.asarray(f(VALUES, SEGMENT_MASK, SEGMENTS))
+  np.testing.assert_array_equal(
+    call(masked.segment_sum),
+    [[0, 3, 3, 8, 8, 0], [10, -9, 10, -9, -9, -9]],
+  )
+  np.testing.assert_array_equal(
+    call(masked.segment_mean),
+    [[0, 1.5, 1.5, 8, 8, 0], [5, -3, 5, -3, -3, -3]],
+  )
+  np.testing.assert_array_equal(
+    call(masked.segment_max),
+    [[0, 2, 2, 8, 8, 0], [6, -1, 6, -1, -1, -1]],
+  )
+
+
+@pytest.mark.parametrize('function', SEGMENT_STATISTICS)
+def test_one_segment_per_row(function):
+  """None is the sequence layout, and the same as a number per row."""
+  ids = np.array([[1] * 6, [4] * 6])
+  np.testing.assert_array_equal(
+    function(VALUES, SEGMENT_MASK), function(VALUES, SEGMENT_MASK, ids)
+  )
+  by_row = {
+    masked.segment_sum: masked.sum,
+    masked.segment_mean: masked.mean,
+    masked.segment_max: masked.max,
+  }[function]
+  np.testing.assert_array_equal(
+    function(VALUES, SEGMENT_MASK)[:, 0], by_row(VALUES, SEGMENT_MASK, axis=1)
+  )
+
+
+@pytest.mark.parametrize('function', SEGMENT_STATISTICS)
+def test_segments_ignore_masked_places(function):
+  """NaN and infinity there change neither the value nor the gradient."""
+  weight = jnp.arange(12.0).reshape(2, 6)
+  total = lambda x, mask: jnp.sum(weight * function(x, mask, SEGMENTS))
+  finite = jnp.where(SEGMENT_MASK, VALUES, 7.0)
+  value, gradient = jax.value_and_grad(total)(VALUES, SEGMENT_MASK)
+  expected, expected_gradient = jax.value_and_grad(total)(finite, SEGMENT_MASK)
+  assert value == expected
+  np.testing.assert_array_equal(gradient, expected_gradient)
+  none = np.zeros_like(SEGMENT_MASK)
+  value, gradient = jax.value_and_grad(total)(VALUES, none)
+  assert value == 0
+  np.testing.assert_array_equal(gradient, np.zeros((2, 6)))
+
+
+def test_segment_gradients_against_finite_differences():
+  weight = np.linspace(-1.0, 2.0, 12).reshape(2, 6)
+  with jax.enable_x64(True):
+    x = jnp.where(SEGMENT_MASK, VALUES, 7.0).astype(jnp.float64)
+    for function in SEGMENT_STATISTICS:
+      test_util.check_grads(
+        lambda x: jnp.sum(weight * function(x, SEGMENT_MASK, SEGMENTS) ** 2),  # noqa: B023
+        (x,), order=1, modes=['rev'], eps=1e-6, rtol=1e-7, atol=1e-7,
+      )  # fmt: skip
+
+
+def test_segment_types_and_shapes():
+  ids = np.ones((2, 3), np.int32)
+  for function in SEGMENT_STATISTICS:
+    got = function(jnp.ones((2, 3), jnp.bfloat16), MASK, ids)
+    assert got.dtype == jnp.float32
+    with pytest.raises(AssertionError):
+      function(jnp.ones((2, 3)), MASK, ids[:1])

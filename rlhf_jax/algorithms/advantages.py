@@ -2,23 +2,26 @@
 
 All functions are in the sequence layout `[N, T]` of `types.py`: the entry of a
 token speaks of that token as an action.  Places outside the mask are skipped on
-the way in, whatever stands there, and are 0 on the way out.  Whitening is a
-step of its own (`masked.whiten`), because it looks at all sequences of a step.
+the way in, whatever stands there, and are 0 on the way out.
+
+An estimator returns advantages and returns, `[N, T]`, of all sequences of a
+step at once.  Whitening over the step is a further step (`masked.whiten`); only
+those whiten themselves that are defined by it.
 """
 
 import chex
-from flax import struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import masked
 from rlhf_jax import metrics
 from rlhf_jax import types
+from rlhf_jax.algorithms import groups
 
 Array = types.Array
 
-# Sequences whose group statistics are computed at once.
-BLOCK = 256
+GroupStatistics = groups.GroupStatistics
+group_statistics = groups.group_statistics
 
 
 def token_rewards(
@@ -115,63 +118,53 @@ def gae(
   return jnp.where(mask, advantages, 0.0), returns
 
 
-@struct.dataclass
-class GroupStatistics:
-  """Of each sequence, the statistics of the group that it belongs to."""
+def reinforce_plus_plus(
+  rewards: Array, mask: Array, *, gamma: float
+) -> tuple[Array, Array]:
+  """Discounted rewards to go, whitened over the step: REINFORCE++, Hu (2025).
 
-  valid: Array  # [N] bool: the sequence counts in its group
-  count: Array  # [N] int32: valid sequences of its group
-  mean: Array  # [N] float32
-  std: Array  # [N] float32, Bessel-corrected; 0 for fewer than two
-  centred: Array  # [N] float32: score - mean; 0 where not valid
+  With t' the next action of the sequence,
 
+    G_t = r_t + gamma G_t'
+    A_t = (G_t - mean G) / std G     over all actions of all sequences
 
-def group_statistics(
-  scores: Array, group: Array, valid: Array
-) -> GroupStatistics:
-  """Statistics of scores over the sequences that answer the same prompt.
-
-  Scores that differ by rounding only are equal: their deviation is exactly 0,
-  however small the number that it is later divided by.
+  A sequence with a reward that is not finite is left out and gets 0, as it is
+  in the estimators that compare the answers to a prompt.
 
   Args:
-    scores: `[N]` float; one that is not finite is left out.
-    group: `[N]` int, any numbers.
-    valid: `[N]` bool, False leaves a sequence out of its group.
+    rewards: `[N, T]` float; in the paper the score less the KL penalty.
+    mask: `[N, T]` bool; places between two actions are skipped.
+    gamma: discount per action.
 
   Returns:
-    Arrays `[N]`, at least float32.
+    Advantages A and returns G, `[N, T]`, at least float32.
   """
-  chex.assert_rank([scores, group, valid], 1)
-  chex.assert_equal_shape([scores, group, valid])
-  valid = jnp.asarray(valid, bool) & jnp.isfinite(scores)
-  scores = masked.fill(scores, valid)
-  group = jnp.asarray(group)
+  chex.assert_rank([rewards, mask], 2)
+  mask = _usable(rewards, mask)
+  returns = _rewards_to_go(rewards, mask, gamma)
+  return masked.whiten(returns, mask), returns
 
-  def of_sequence(score, number):
-    """What a sequence learns from a pass over all N scores."""
-    member = valid & (group == number)  # N
-    low = masked.min(scores, member)
-    high = masked.max(scores, member)
-    # Distances to the lowest have a mean of exactly 0 where scores are equal.
-    distance = scores - low  # N
-    offset = masked.mean(distance, member)
-    scale = jnp.where(masked.is_rounding(low, high), 0.0, 1.0)
-    count = masked.count(member)
-    total = masked.sum(jnp.square(distance - offset), member) * scale
-    std = jnp.sqrt(total / jnp.maximum(count - 1, 1).astype(total.dtype))
-    return count, low + offset, std, (score - low - offset) * scale
 
-  # Comparing ids makes do with any numbers and gives the same bits in every
-  # run, which a scatter-add on a GPU does not promise; in blocks of sequences,
-  # so that nothing of size N x N is stored.
-  count, mean, std, centred = jax.lax.map(
-    lambda inputs: of_sequence(*inputs), (scores, group), batch_size=BLOCK
-  )
-  centred = jnp.where(valid, centred, 0.0)
-  return GroupStatistics(
-    valid=valid, count=count, mean=mean, std=std, centred=centred
-  )
+def remax(rewards: Array, baseline: Array, mask: Array) -> tuple[Array, Array]:
+  """`sum_{s >= t} r_s - baseline`: ReMax, Li et al. (2023).
+
+  Args:
+    rewards: `[N, T]` float.
+    baseline: `[N]` float, the score of the greedy answer to the same prompt.
+      A sequence is left out and gets 0 if its baseline or one of its rewards
+      is not finite.
+    mask: `[N, T]` bool.
+
+  Returns:
+    Advantages and, as returns, the rewards to go, `[N, T]`, at least float32.
+  """
+  chex.assert_rank([rewards, baseline, mask], [2, 1, 2])
+  chex.assert_equal_shape_prefix([rewards, baseline, mask], 1)
+  known = jnp.isfinite(baseline)  # N
+  mask = _usable(rewards, mask) & known[:, None]
+  returns = _rewards_to_go(rewards, mask)
+  baseline = masked.fill(baseline, known)
+  return jnp.where(mask, returns - baseline[:, None], 0.0), returns
 
 
 def grpo(
@@ -203,8 +196,7 @@ def grpo(
   statistics = _statistics_of_sequences(scores, group, mask)
   advantages = statistics.centred
   if normalize_std:
-    std = statistics.std
-    advantages = advantages / jnp.where(std > 0, std + epsilon, 1.0)
+    advantages = _over_std(advantages, statistics.std, epsilon)
   return _per_token(advantages, mask)
 
 
@@ -222,6 +214,226 @@ def rloo(scores: Array, group: Array, mask: Array) -> tuple[Array, Array]:
   return _per_token(
     statistics.centred * factor.astype(statistics.centred.dtype), mask
   )
+
+
+def reinforce_plus_plus_baseline(
+  scores: Array, group: Array, mask: Array
+) -> tuple[Array, Array]:
+  """`score - mean_group`, whitened over all actions of the step, Hu (2025).
+
+  Arguments and results are those of `grpo`.  So are special cases, before
+  whitening: a group of one (in verl its raw score) or of equal scores enters
+  with 0 and leaves with the same small number as all others that did; without
+  any deviation in the step, that is 0.
+  """
+  chex.assert_rank([scores, group, mask], [1, 1, 2])
+  statistics = _statistics_of_sequences(scores, group, mask)
+  return _whitened(statistics.centred, statistics.valid, mask)
+
+
+def opo(scores: Array, group: Array, mask: Array) -> tuple[Array, Array]:
+  """`score - sum_group length score / sum_group length`, Hao et al. (2025).
+
+  The baseline of least variance if the squared gradient norm of a sequence
+  grows with its length, the number of its actions.  Special cases, arguments
+  and results are those of `grpo`: a group of one gives 0 (in verl its score).
+  """
+  chex.assert_rank([scores, group, mask], [1, 1, 2])
+  statistics = _statistics_of_sequences(scores, group, mask)
+  centred = statistics.centred
+  length = masked.count(mask, axis=1).astype(centred.dtype)
+  # Of centred scores, so that equal ones have a baseline of exactly 0.
+  pair = jnp.stack([length * centred, length], axis=1)  # N 2
+  weighted, total = groups.sums(pair, group, statistics.valid).T
+  baseline = weighted / jnp.maximum(total, 1.0)
+  advantages = jnp.where(statistics.valid, centred - baseline, 0.0)
+  return _per_token(advantages, mask)
+
+
+def gpg(scores: Array, group: Array, mask: Array) -> tuple[Array, Array]:
+  """`B / max(1, #{score != 0}) (score - mean_group)`, Chu et al. (2025).
+
+  B counts the valid sequences of the step, and the factor, in the form that
+  verl has, makes up for those that failed.  Special cases, arguments and
+  results are those of `grpo`: a group of one gives 0 (in verl its score).
+  """
+  chex.assert_rank([scores, group, mask], [1, 1, 2])
+  statistics = _statistics_of_sequences(scores, group, mask)
+  valid, centred = statistics.valid, statistics.centred
+  scored = valid & (jnp.asarray(scores) != 0)
+  factor = masked.count(valid) / jnp.maximum(masked.count(scored), 1)
+  return _per_token(centred * factor.astype(centred.dtype), mask)
+
+
+def grpo_passk(
+  scores: Array,
+  group: Array,
+  mask: Array,
+  *,
+  normalize_std: bool = True,
+  epsilon: float = 1e-6,
+) -> tuple[Array, Array]:
+  """`(best - second best) / (std_group + epsilon)` for the best, 0 for others.
+
+  What pass@k, the score of the best of the group, owes to each sequence: Tang
+  et al. (2025), k the size of the group.  Two that are best owe each other
+  nothing: exactly 0, also where only rounding separates them.  Other special
+  cases, arguments and results are those of `grpo`: a group of one gives 0 (verl
+  refuses it).
+  """
+  chex.assert_rank([scores, group, mask], [1, 1, 2])
+  statistics = _statistics_of_sequences(scores, group, mask)
+  valid = statistics.valid
+  scores = masked.fill(scores, valid)
+  second = groups.largest_other(scores, group, valid)
+  leads = valid & (statistics.count > 1) & (scores > second)
+  leads = leads & ~masked.is_rounding(second, scores)
+  advantages = jnp.where(leads, scores - second, 0.0)
+  if normalize_std:
+    advantages = _over_std(advantages, statistics.std, epsilon)
+  return _per_token(advantages, mask)
+
+
+def gdpo(
+  rewards: Array,
+  weights: Array,
+  group: Array,
+  mask: Array,
+  *,
+  epsilon: float = 1e-6,
+) -> tuple[Array, Array]:
+  """`whiten(sum_k weight_k grpo(reward_k))`: GDPO, Liu et al. (2026).
+
+  Each reward is normalised by its own group statistics, so that none drowns the
+  others; whitening is over all actions of the step.  A reward that is not
+  finite leaves its own statistics and adds 0 to its sequence; a sequence of
+  which no reward is finite is left out of the whitening too, and gets 0.
+
+  Args:
+    rewards: `[N, K]` float; NaN where a reward does not apply.
+    weights: `[K]` float.
+    group: `[N]` int, the prompt that the sequence answers, any numbers.
+    mask: `[N, T]` bool.
+    epsilon: in units of the rewards.
+
+  Returns:
+    Advantages `[N, T]`, and the same as returns.  Before whitening, special
+    cases are those of `grpo`.
+  """
+  chex.assert_rank([rewards, weights, group, mask], [2, 1, 1, 2])
+  chex.assert_equal(rewards.shape[1], weights.shape[0])
+
+  def normalized(scores):
+    statistics = _statistics_of_sequences(scores, group, mask)
+    return _over_std(statistics.centred, statistics.std, epsilon)
+
+  parts = jax.vmap(normalized, in_axes=1, out_axes=1)(rewards)  # N K
+  weights = jnp.asarray(weights).astype(parts.dtype)
+  total = jnp.sum(parts * weights[None, :], axis=1)
+  return _whitened(total, jnp.any(jnp.isfinite(rewards), axis=1), mask)
+
+
+def optimal_token_baseline(
+  rewards: Array,
+  group: Array,
+  mask: Array,
+  logprobs: Array,
+  sum_squares: Array,
+  *,
+  importance: Array | None = None,
+) -> tuple[Array, Array]:
+  """Rewards to go less the baseline of least variance, Li et al. (2026).
+
+  The squared norm of the score function of token t, with respect to the logits,
+  is w_t; the baseline weighs the sequences of the group by its sum so far:
+
+    w_t = 1 - 2 pi_t + sum_v pi(v)^2        W_t = sum_{s <= t} w_s
+    b_t = sum_group G_t W_t / sum_group W_t        A_t = G_t - b_t
+
+  over the sequences that have an action at t.  The actions that the longest
+  sequence has more than any other, which nothing can be compared with, have
+  baseline 0, as in verl, and so their raw return even if all scores are equal.
+  Elsewhere equal scores give exactly 0: sums are taken of the distance to the
+  mean score, and `W + 1e-8` divides, so that b is the mean where W vanishes.
+
+  Sequences are compared at the same place t.  Where tools speak for different
+  lengths, use `multi_turn_optimal_token_baseline`.  A group of one gives 0
+  (in verl its return); a sequence without an action, or with a reward that is
+  not finite, leaves its group and gets 0.
+
+  Args:
+    rewards: `[N, T]` float.
+    group: `[N]` int, the prompt that the sequence answers, any numbers.
+    mask: `[N, T]` bool.
+    logprobs: `[N, T]` float, of the actions.
+    sum_squares: `[N, T]` float, the squared probabilities of the vocabulary at
+      the place of the action, summed.
+    importance: `[N, T]` float, weights of `importance.py`; their squares weigh
+      w_t.
+
+  Returns:
+    Advantages A and returns G, `[N, T]`, at least float32.
+  """
+  chex.assert_rank([rewards, group], [2, 1])
+  chex.assert_equal_shape([rewards, mask, logprobs, sum_squares])
+  chex.assert_equal_shape_prefix([rewards, group], 1)
+  if importance is not None:
+    chex.assert_equal_shape([importance, mask])
+  mask = _usable(rewards, mask)
+  returns = _rewards_to_go(rewards, mask)  # N T
+  scores = masked.sum(rewards, mask, axis=1)
+  statistics = _statistics_of_sequences(scores, group, mask)
+  weight = _squared_score_norm(mask, logprobs, sum_squares, importance)  # N T
+
+  distance = jnp.where(mask, returns - statistics.mean[:, None], 0.0)  # N T
+  total = groups.sums(distance * weight, group, statistics.valid)
+  baseline = total / (groups.sums(weight, group, statistics.valid) + 1e-8)
+
+  # No action number reaches the length of the longest other, except in a
+  # sequence that is longer than all others.
+  number = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # N T
+  lengths = masked.count(mask, axis=1)
+  others = groups.largest_other(lengths, group, statistics.valid)
+  alone = number >= others[:, None]  # N T
+  advantages = jnp.where(alone, returns, distance - baseline)
+  compared = mask & (statistics.count > 1)[:, None]
+  return jnp.where(compared, advantages, 0.0), returns
+
+
+def multi_turn_optimal_token_baseline(
+  rewards: Array,
+  group: Array,
+  mask: Array,
+  logprobs: Array,
+  sum_squares: Array,
+  *,
+  importance: Array | None = None,
+) -> tuple[Array, Array]:
+  """`optimal_token_baseline` that compares the n-th action with the n-th.
+
+  Places without an action are taken out, and the results put back; so it does
+  not matter when, or for how long, tools and users speak.  Known in verl as
+  `tir_optimal_token_baseline`.  Arguments, special cases and results are those
+  of `optimal_token_baseline`.
+  """
+  mask = jnp.asarray(mask, bool)
+  order = jnp.argsort(~mask, axis=1, stable=True)  # N T, actions first
+  back = jnp.argsort(order, axis=1)  # N T
+
+  def compact(x):
+    chex.assert_equal_shape([x, mask])
+    return jnp.take_along_axis(jnp.asarray(x), order, axis=1)
+
+  results = optimal_token_baseline(
+    compact(rewards),
+    group,
+    compact(mask),
+    compact(logprobs),
+    compact(sum_squares),
+    importance=None if importance is None else compact(importance),
+  )
+  advantages, returns = (jnp.take_along_axis(x, back, axis=1) for x in results)
+  return advantages, returns
 
 
 def group_metrics(scores: Array, group: Array, mask: Array) -> metrics.Metrics:
@@ -252,9 +464,40 @@ def estimator(name: str):
   return ESTIMATORS[name]
 
 
+def _usable(rewards, mask):
+  """The mask without sequences that have a reward that is not finite."""
+  mask = jnp.asarray(mask, bool)
+  chex.assert_equal_shape([rewards, mask])
+  finite = jnp.all(jnp.isfinite(rewards) | ~mask, axis=1)  # N
+  return mask & finite[:, None]
+
+
+def _rewards_to_go(rewards, mask, gamma=1.0):
+  """`G_t = r_t + gamma G_t'` over actions, 0 elsewhere: gae without critic."""
+  no_critic = jnp.zeros_like(rewards)
+  _, returns = gae(rewards, no_critic, mask, gamma=gamma, lam=1.0)
+  return returns
+
+
+def _squared_score_norm(mask, logprobs, sum_squares, importance):
+  """`W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi^2) importance_s^2`, masked."""
+  probability = jnp.exp(masked.fill(logprobs, mask))
+  norm = 1.0 - 2.0 * probability + masked.fill(sum_squares, mask)  # N T
+  # (1 - pi)^2 + the squares of all others: negative by rounding only.
+  norm = jnp.maximum(norm, 0.0)
+  if importance is not None:
+    norm = norm * jnp.square(masked.fill(importance, mask))
+  norm = jnp.where(mask, norm, 0.0)
+  return jnp.where(mask, jnp.cumsum(norm, axis=1), 0.0)
+
+
 def _statistics_of_sequences(scores, group, mask):
   has_action = jnp.any(jnp.asarray(mask, bool), axis=1)
   return group_statistics(scores, group, has_action)
+
+
+def _over_std(advantages, std, epsilon):
+  return advantages / jnp.where(std > 0, std + epsilon, 1.0)
 
 
 def _per_token(advantages, mask):
@@ -263,7 +506,62 @@ def _per_token(advantages, mask):
   return advantages, advantages
 
 
-# `gae` takes token rewards and values; the others take scores and groups.
-ESTIMATORS = {'gae': gae, 'grpo': grpo, 'rloo': rloo}
+def _whitened(advantages, valid, mask):
+  """Per token, with the deviation of the actions of valid sequences."""
+  mask = jnp.asarray(mask, bool) & valid[:, None]
+  advantages, _ = _per_token(advantages, mask)
+  white = masked.whiten(advantages, mask)
+  return white, white
 
+
+ESTIMATORS = {
+  'gae': gae,
+  'grpo': grpo,
+  'rloo': rloo,
+  'reinforce_plus_plus': reinforce_plus_plus,
+  'reinforce_plus_plus_baseline': reinforce_plus_plus_baseline,
+  'remax': remax,
+  'opo': opo,
+  'gpg': gpg,
+  'grpo_passk': grpo_passk,
+  'gdpo': gdpo,
+  'optimal_token_baseline': optimal_token_baseline,
+  'multi_turn_optimal_token_baseline': multi_turn_optimal_token_baseline,
+}
+
+# Need the values of a critic.
 CRITIC_ESTIMATORS = frozenset({'gae'})
+
+# Take rewards per token; the others take scores, `gdpo` those of each reward.
+TOKEN_REWARD_ESTIMATORS = frozenset(
+  {
+    'gae',
+    'reinforce_plus_plus',
+    'remax',
+    'optimal_token_baseline',
+    'multi_turn_optimal_token_baseline',
+  }
+)
+
+# Compare the answers to a prompt: a prompt needs two or more.
+GROUP_ESTIMATORS = frozenset(
+  {
+    'grpo',
+    'rloo',
+    'reinforce_plus_plus_baseline',
+    'opo',
+    'gpg',
+    'grpo_passk',
+    'gdpo',
+    'optimal_token_baseline',
+    'multi_turn_optimal_token_baseline',
+  }
+)
+
+# Need the sum of squared probabilities from the forward pass.
+SUM_SQUARES_ESTIMATORS = frozenset(
+  {
+    'optimal_token_baseline',
+    'multi_turn_optimal_token_baseline',
+  }
+)

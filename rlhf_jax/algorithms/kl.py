@@ -1,13 +1,18 @@
 """Divergence from a reference policy: estimators, and what it costs.
 
-All estimators see only the tokens that were sampled from the policy.  With
+The estimators see only the tokens that were sampled from the policy.  With
 d = log pi_ref - log pi, "Approximating KL divergence" (Schulman 2020) names
 
   k1 = -d                  unbiased, high variance, may be negative
   k2 = d^2 / 2             biased, its gradient is that of KL(pi, pi_ref)
   k3 = exp(d) - d - 1      unbiased, never negative
+
+A name with a `+` has the value of its estimator and the gradient of k2.  `full`
+is no estimator: it sums over the vocabulary.
 """
 
+from collections.abc import Callable
+import functools
 import math
 
 import chex
@@ -94,13 +99,13 @@ def k3(
   return (jnp.expm1(c) - c) + (d - c) * jnp.expm1(c)
 
 
-def low_var_kl(
+def low_var_kl_verl(
   logprobs: Array, reference_logprobs: Array, *, mask: Array | None = None
 ) -> Array:
   """verl's k3: `clip(exp(d) - d - 1, -10, 10)` with d clipped to +-20.
 
   Its gradient is exactly 0 for d > 2.61 and d < -11.0, where the policies
-  differ most; kept under verl's name for comparison with its runs.
+  differ most; kept for comparison with its runs.
   """
   d = jnp.clip(_log_ratio(logprobs, reference_logprobs, mask), -20.0, 20.0)
   return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
@@ -113,22 +118,46 @@ def absolute(
   return jnp.abs(_log_ratio(logprobs, reference_logprobs, mask))
 
 
-def k1_straight_through(
-  logprobs: Array, reference_logprobs: Array, *, mask: Array | None = None
-) -> Array:
-  """The value of `k1` with the gradient of `k2`, that of KL(pi, pi_ref)."""
-  value = k1(logprobs, reference_logprobs, mask=mask)
-  slope = k2(logprobs, reference_logprobs, mask=mask)
-  return slope + jax.lax.stop_gradient(value - slope)
+def straight_through(function: Callable[..., Array]) -> Callable[..., Array]:
+  """The same values with the gradient of `k2`, that of KL(pi, pi_ref).
+
+    k2 + stop_gradient(value - k2)
+
+  The mean over samples of that gradient, -d grad log pi, is the gradient of
+  the divergence itself, whatever the estimator that is reported.
+  """
+
+  @functools.wraps(function)
+  def estimator_(logprobs, reference_logprobs, *, mask=None):
+    value = function(logprobs, reference_logprobs, mask=mask)
+    slope = k2(logprobs, reference_logprobs, mask=mask)
+    return slope + jax.lax.stop_gradient(value - slope)
+
+  return estimator_
 
 
-def k3_straight_through(
-  logprobs: Array, reference_logprobs: Array, *, mask: Array | None = None
-) -> Array:
-  """The value of `k3` with the gradient of `k2`, that of KL(pi, pi_ref)."""
-  value = k3(logprobs, reference_logprobs, mask=mask)
-  slope = k2(logprobs, reference_logprobs, mask=mask)
-  return slope + jax.lax.stop_gradient(value - slope)
+def full(logits: Array, reference_logits: Array) -> Array:
+  """`sum_v pi(v) (log pi(v) - log pi_ref(v))`: the divergence itself, nats.
+
+  Exact value and gradient, `d / d logit_v = pi(v) (log pi(v) - log pi_ref(v) -
+  KL)`; a token that the policy never chooses adds nothing.  Training goes
+  through `heads.score`, which calls this on chunks and never holds the logits
+  of a batch.
+
+  Args:
+    logits: `[..., V]` float, of the policy, over the temperature.
+    reference_logits: `[..., V]` float, likewise.
+
+  Returns:
+    `[...]`, at least float32.
+  """
+  chex.assert_equal_shape([logits, reference_logits])
+  wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  logprobs = jax.nn.log_softmax(wide(logits))
+  reference_logprobs = jax.nn.log_softmax(wide(reference_logits))
+  probs = jnp.exp(logprobs)
+  gap = jnp.where(probs > 0, logprobs - reference_logprobs, 0.0)
+  return jnp.sum(probs * gap, axis=-1)
 
 
 def beyond_bound(
@@ -144,7 +173,7 @@ def beyond_bound(
   return metrics.mean(jnp.abs(d) > bound, mask)
 
 
-def estimator(name: str):
+def estimator(name: str) -> Callable[..., Array]:
   """The estimator of that name, for KL in the reward and for reports.
 
   Raises:
@@ -152,25 +181,31 @@ def estimator(name: str):
   """
   if name not in ESTIMATORS:
     raise ValueError(
-      f"unknown KL estimator '{name}': choose one of {sorted(ESTIMATORS)}"
+      f"unknown KL estimator '{name}': choose one of"
+      f" {sorted([*ESTIMATORS, 'full'])} ('full' needs logits, see `full`)"
     )
   return ESTIMATORS[name]
 
 
-def loss_estimator(name: str):
-  """The estimator of that name, for KL in the loss.
+def check(name: str, *, loss: bool) -> None:
+  """Refuses a name that is none, or that cannot be a loss.
+
+  Args:
+    name: of an estimator, or 'full'.
+    loss: it acts in the loss and not in the reward.
 
   Raises:
-    ValueError: there is none, or its gradient says nothing about the KL.
+    ValueError: says why, and what to use.
   """
-  function = estimator(name)
-  if name in NOT_LOSSES:
+  if name == 'full':
+    return
+  estimator(name)
+  if loss and name in NOT_LOSSES:
     raise ValueError(
       f"KL estimator '{name}' cannot be a loss: the mean of its gradient is not"
-      " that of a divergence; use 'k2' or 'k3', or 'k1+', which has the value"
-      " of 'k1' and the gradient of 'k2'"
+      " that of a divergence; use 'k2', 'k3' or 'full', or"
+      f" '{name}+', which has the value of '{name}' and the gradient of 'k2'"
     )
-  return function
 
 
 @struct.dataclass
@@ -246,17 +281,20 @@ def _checked(name, value, least):
   return float(value)
 
 
-ESTIMATORS = {
+_PLAIN = {
   'k1': k1,
   'k2': k2,
   'k3': k3,
-  'k1+': k1_straight_through,
-  'k3+': k3_straight_through,
   # verl's names.
   'kl': k1,
   'abs': absolute,
   'mse': k2,
-  'low_var_kl': low_var_kl,
+  'low_var_kl': k3,
+  'low_var_kl_verl': low_var_kl_verl,
+}
+
+ESTIMATORS = _PLAIN | {
+  f'{name}+': straight_through(function) for name, function in _PLAIN.items()
 }
 
 NOT_LOSSES = frozenset({'k1', 'kl', 'abs'})

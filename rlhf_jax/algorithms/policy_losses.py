@@ -7,22 +7,30 @@ One signature for all,
 
 in either layout: `[N, T]` with one sequence per row, or packed rows `[R, L]`
 whose `segment_ids` tell the sequences apart (a loss that looks at single tokens
-has no use for them).  The statistics are metrics over the tokens of the call;
-`metrics.merge` makes them those of a mini-batch.
+has no use for them).  The aggregation, and a correction for the sampler (see
+`importance`), are factors on the loss of a token and never known here.  The
+statistics are metrics over the tokens of the call; `metrics.merge` makes them
+those of a mini-batch.
+
+Throughout, ratio = pi / pi_old of the sampled token and A is its advantage;
+`sg` is `stop_gradient`.  Losses of single tokens are here, those of whole
+sequences in `sequence_losses`, those that treat tokens by covariance in
+`covariance_losses`; `LOSSES` at the end names them all.
 """
 
-import chex
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import masked
 from rlhf_jax import metrics
 from rlhf_jax import types
+from rlhf_jax.algorithms import covariance_losses
+from rlhf_jax.algorithms import sequence_losses
+from rlhf_jax.algorithms import surrogate
 
 Array = types.Array
-
-# exp(20) = 4.9e8 is a finite float32 whose product with an advantage still is.
-MAX_LOG_RATIO = 20.0
 
 
 def ppo(
@@ -63,13 +71,15 @@ def ppo(
   Raises:
     ValueError: a clip is out of range.
   """
-  chex.assert_equal_shape([logprobs, old_logprobs, advantages, mask])
   del segment_ids
-  _check_clips(clip_low, clip_high, dual_clip)
-  log_ratio, advantages, mask = _prepare(
+  surrogate.check_ratio_clips(clip_low, clip_high)
+  surrogate.check(
+    'dual_clip', dual_clip, more_than=1.0, hint=', or None for no second clip'
+  )
+  log_ratio, advantages, mask = surrogate.prepare(
     logprobs, old_logprobs, advantages, mask
   )
-  ratio = jnp.exp(log_ratio)
+  ratio = surrogate.ratio(log_ratio)
   free = -advantages * ratio
   held = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
   loss = jnp.maximum(free, held)
@@ -78,13 +88,8 @@ def ppo(
     ceiling = -advantages * dual_clip
     beyond = (advantages < 0) & (loss > ceiling)
     loss = jnp.where(beyond, ceiling, loss)
-  statistics = {
-    'actor/pg_clipfrac': metrics.mean(held > free, mask),
-    'actor/pg_clipfrac_lower': metrics.mean(beyond, mask),
-    'actor/ppo_kl': metrics.mean(-log_ratio, mask),
-    'actor/ratio_mean': metrics.mean(ratio, mask),
-    'actor/ratio_max': metrics.max(ratio, mask),
-  }
+  statistics = surrogate.statistics(log_ratio, ratio, mask, held > free)
+  statistics['actor/pg_clipfrac_lower'] = metrics.mean(beyond, mask)
   return loss, statistics
 
 
@@ -99,7 +104,8 @@ def reinforce(
   """`-A log pi`: the score function, for one update per rollout.
 
   Williams (1992).  Nothing holds the policy near the one that sampled: with
-  several updates per step use `ppo`.
+  several updates per step use `ppo`.  GPG (Chu et al. 2025) is this loss too;
+  what it adds is its advantage.
 
   Args:
     logprobs: `[N, T]` or `[R, L]` float, of the policy; gradients go here only.
@@ -112,22 +118,266 @@ def reinforce(
     The loss per token, at least float32, 0 at masked places; `actor/ppo_kl`,
     mean and largest ratio.
   """
-  chex.assert_equal_shape([logprobs, old_logprobs, advantages, mask])
   del segment_ids
-  log_ratio, advantages, mask = _prepare(
+  log_ratio, advantages, mask = surrogate.prepare(
     logprobs, old_logprobs, advantages, mask
   )
   loss = -advantages * masked.fill(logprobs, mask)
-  ratio = jnp.exp(log_ratio)
-  statistics = {
-    'actor/ppo_kl': metrics.mean(-log_ratio, mask),
-    'actor/ratio_mean': metrics.mean(ratio, mask),
-    'actor/ratio_max': metrics.max(ratio, mask),
-  }
+  ratio = surrogate.ratio(log_ratio)
+  return loss, surrogate.statistics(log_ratio, ratio, mask)
+
+
+def cispo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  segment_ids: Array | None = None,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+) -> tuple[Array, metrics.Metrics]:
+  """`-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A log pi`.
+
+  CISPO, MiniMax-M1 (2025): the importance weight is clipped, not the update,
+  so every token keeps a gradient.  The paper has no lower clip: `clip_low` 1.
+
+  Args:
+    logprobs: see `ppo`, as the next four.
+    old_logprobs: see `ppo`.
+    advantages: see `ppo`.
+    mask: see `ppo`.
+    segment_ids: not used by this loss.
+    clip_low: distance of the weight below 1.
+    clip_high: distance of the weight above 1.
+
+  Returns:
+    As `ppo`; `actor/pg_clipfrac` is the share of clipped weights.
+
+  Raises:
+    ValueError: a clip is out of range.
+  """
+  del segment_ids
+  surrogate.check_ratio_clips(clip_low, clip_high)
+  log_ratio, advantages, mask = surrogate.prepare(
+    logprobs, old_logprobs, advantages, mask
+  )
+  ratio = surrogate.ratio(log_ratio)
+  weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+  loss = -jax.lax.stop_gradient(weight) * advantages
+  loss *= masked.fill(logprobs, mask)
+  return loss, surrogate.statistics(log_ratio, ratio, mask, ratio != weight)
+
+
+def sapo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  segment_ids: Array | None = None,
+  tau_positive: float = 1.0,
+  tau_negative: float = 1.05,
+) -> tuple[Array, metrics.Metrics]:
+  """`-A sigmoid(tau (ratio - 1)) 4 / tau`, Gao et al. (2025).
+
+  A soft gate instead of a clip: at ratio 1 the slope is that of `-A ratio`, and
+  it fades on both sides, the faster the larger tau.
+
+  Args:
+    logprobs: see `ppo`, as the next four.
+    old_logprobs: see `ppo`.
+    advantages: see `ppo`.
+    mask: see `ppo`.
+    segment_ids: not used by this loss.
+    tau_positive: where A > 0.
+    tau_negative: elsewhere; larger in the paper, as pushing a token down
+      spreads its probability over the whole vocabulary.
+
+  Returns:
+    As `ppo`, without clip fractions.
+
+  Raises:
+    ValueError: a tau is not positive.
+  """
+  del segment_ids
+  surrogate.check('tau_positive', tau_positive, more_than=0.0)
+  surrogate.check('tau_negative', tau_negative, more_than=0.0)
+  log_ratio, advantages, mask = surrogate.prepare(
+    logprobs, old_logprobs, advantages, mask
+  )
+  ratio = surrogate.ratio(log_ratio)
+  tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+  loss = -advantages * jax.nn.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
+  return loss, surrogate.statistics(log_ratio, ratio, mask)
+
+
+def dppo_tv(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  segment_ids: Array | None = None,
+  clip_low: float = 0.15,
+  clip_high: float = 0.15,
+  max_ratio: float = 20.0,
+) -> tuple[Array, metrics.Metrics]:
+  """`-sg(min(ratio, max_ratio) 1[inside]) A log pi`, DPPO, Qi et al. (2026).
+
+  The trust region is the total variation of the sampled token against all
+  others, |pi - pi_old|, not its ratio.  A token is outside if it has moved in
+  the direction of its advantage beyond the region:
+
+    A > 0:  pi - pi_old > clip_high      else:  pi - pi_old < -clip_low
+
+  Args:
+    logprobs: see `ppo`, as the next four.
+    old_logprobs: see `ppo`.
+    advantages: see `ppo`.
+    mask: see `ppo`.
+    segment_ids: not used by this loss.
+    clip_low: probability, 0 to 1.
+    clip_high: probability, 0 to 1.
+    max_ratio: truncation of the importance weight, positive.
+
+  Returns:
+    As `ppo`; `actor/pg_clipfrac` is the share of tokens outside,
+    `actor/pg_clipfrac_lower` of those inside with a truncated weight.
+
+  Raises:
+    ValueError: a setting is out of range.
+  """
+  del segment_ids
+  surrogate.check('clip_low', clip_low, at_least=0.0, at_most=1.0)
+  surrogate.check('clip_high', clip_high, at_least=0.0, at_most=1.0)
+  return _dppo(
+    logprobs, old_logprobs, advantages, mask, max_ratio, clip_low, clip_high,
+    divergence=lambda new, old: jnp.abs(jnp.exp(new) - jnp.exp(old)),
+  )  # fmt: skip
+
+
+def dppo_kl(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  segment_ids: Array | None = None,
+  clip_low: float = 0.05,
+  clip_high: float = 0.05,
+  max_ratio: float = 20.0,
+) -> tuple[Array, metrics.Metrics]:
+  """`dppo_tv` with the KL of the sampled token against all others.
+
+    KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+  A token is outside if KL exceeds `clip_high` where A > 0 and pi > pi_old, or
+  `clip_low` elsewhere where pi < pi_old.
+
+  Args:
+    logprobs: see `ppo`, as the next four.
+    old_logprobs: see `ppo`.
+    advantages: see `ppo`.
+    mask: see `ppo`.
+    segment_ids: not used by this loss.
+    clip_low: nats.
+    clip_high: nats.
+    max_ratio: truncation of the importance weight, positive.
+
+  Returns:
+    As `dppo_tv`.
+
+  Raises:
+    ValueError: a setting is out of range.
+  """
+  del segment_ids
+  surrogate.check('clip_low', clip_low, at_least=0.0)
+  surrogate.check('clip_high', clip_high, at_least=0.0)
+  return _dppo(
+    logprobs, old_logprobs, advantages, mask, max_ratio, clip_low, clip_high,
+    divergence=_binary_kl,
+  )  # fmt: skip
+
+
+def _dppo(
+  logprobs, old_logprobs, advantages, mask, max_ratio, clip_low, clip_high, *,
+  divergence,
+):  # fmt: skip
+  surrogate.check('max_ratio', max_ratio, more_than=0.0)
+  log_ratio, advantages, mask = surrogate.prepare(
+    logprobs, old_logprobs, advantages, mask
+  )
+  logprobs = masked.fill(logprobs, mask)
+  distance = divergence(logprobs, masked.fill(old_logprobs, mask))
+  outside = jnp.where(
+    advantages > 0,
+    (log_ratio > 0) & (distance > clip_high),
+    (log_ratio < 0) & (distance > clip_low),
+  )
+  ratio = surrogate.ratio(log_ratio)
+  weight = jnp.where(outside, 0.0, jnp.minimum(ratio, max_ratio))
+  loss = -jax.lax.stop_gradient(weight) * advantages * logprobs
+  statistics = surrogate.statistics(log_ratio, ratio, mask, outside)
+  statistics['actor/pg_clipfrac_lower'] = metrics.mean(
+    ~outside & (ratio > max_ratio), mask
+  )
   return loss, statistics
 
 
-def loss(name: str):
+def _binary_kl(logprobs, old_logprobs):
+  """KL(old, new) of "this token or another", nats; `[...]`."""
+  # 1 - p by expm1: float32 has no probability between 1 - 6e-8 and 1.
+  rest = lambda x: jnp.maximum(-jnp.expm1(x), 1e-8)
+  old = jnp.exp(old_logprobs)
+  others = rest(old_logprobs)
+  return old * (old_logprobs - logprobs) + others * (
+    jnp.log(others) - jnp.log(rest(logprobs))
+  )
+
+
+def dro(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  segment_ids: Array | None = None,
+  beta: float = 0.1,
+) -> tuple[Array, metrics.Metrics]:
+  """`-(A log pi - beta (log pi - log pi_old)^2 / 2)`.
+
+  The policy's half of DRO, Richemond et al. (2024): its slope, `beta log(pi /
+  pi_old) - A`, vanishes where the log-ratio is A / beta, and a squared distance
+  takes the place of clip and importance weight.
+
+  Args:
+    logprobs: see `ppo`, as the next four.
+    old_logprobs: see `ppo`.
+    advantages: see `ppo`.
+    mask: see `ppo`.
+    segment_ids: not used by this loss.
+    beta: advantage per nat, at least 0; 0 is `reinforce`.
+
+  Returns:
+    As `ppo`, without clip fractions.
+
+  Raises:
+    ValueError: beta is negative.
+  """
+  del segment_ids
+  surrogate.check('beta', beta, at_least=0.0)
+  log_ratio, advantages, mask = surrogate.prepare(
+    logprobs, old_logprobs, advantages, mask
+  )
+  # The distance is not bounded: a bound would end its pull where it is largest.
+  penalty = 0.5 * beta * jnp.square(log_ratio)
+  loss = -(advantages * masked.fill(logprobs, mask) - penalty)
+  ratio = surrogate.ratio(log_ratio)
+  return loss, surrogate.statistics(log_ratio, ratio, mask)
+
+
+def loss(name: str) -> Callable[..., tuple[Array, metrics.Metrics]]:
   """The loss of that name.
 
   Raises:
@@ -140,32 +390,30 @@ def loss(name: str):
   return LOSSES[name]
 
 
-def _prepare(logprobs, old_logprobs, advantages, mask):
-  """The bounded log-ratio and the advantages, 0 at masked places."""
-  mask = jnp.asarray(mask, bool)
-  old_logprobs = jax.lax.stop_gradient(masked.fill(old_logprobs, mask))
-  advantages = jax.lax.stop_gradient(masked.fill(advantages, mask))
-  log_ratio = masked.fill(logprobs, mask) - old_logprobs
-  log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-  return log_ratio, advantages, mask
+LOSSES = {
+  'ppo': ppo,
+  'reinforce': reinforce,
+  'gpg': reinforce,
+  'cispo': cispo,
+  'sapo': sapo,
+  'dppo_tv': dppo_tv,
+  'dppo_kl': dppo_kl,
+  'dro': dro,
+  'gspo': sequence_losses.gspo,
+  'geo_mean': sequence_losses.geo_mean,
+  'clip_cov': covariance_losses.clip_cov,
+  'kl_cov': covariance_losses.kl_cov,
+}
 
+# Losses that need `selected`, and what selects over the whole mini-batch.
+SELECTIONS = {
+  'clip_cov': covariance_losses.clip_cov_selection,
+  'kl_cov': covariance_losses.kl_cov_selection,
+}
 
-def _check_clips(clip_low, clip_high, dual_clip):
-  # Traced values (a schedule) cannot be looked at.
-  low, high, dual = map(_host_number, (clip_low, clip_high, dual_clip))
-  if low is not None and not 0.0 <= low <= 1.0:
-    raise ValueError(f'clip_low is {clip_low}: it must be between 0 and 1')
-  if high is not None and not high >= 0.0:
-    raise ValueError(f'clip_high is {clip_high}: it must be at least 0')
-  if dual is not None and not dual > 1.0:
-    raise ValueError(
-      f'dual_clip is {dual_clip}: it must be more than 1, or None for no second'
-      ' clip'
-    )
-
-
-def _host_number(value):
-  return value if isinstance(value, (int, float)) else None
-
-
-LOSSES = {'ppo': ppo, 'reinforce': reinforce}
+# Papers that fix the aggregation: the mean over sequences of their mean.
+PAPER_AGGREGATION = {
+  'gspo': 'seq-mean-token-mean',
+  'geo_mean': 'seq-mean-token-mean',
+  'sapo': 'seq-mean-token-mean',
+}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import types
+from rlhf_jax.algorithms import kl
 from rlhf_jax.models import config as config_lib
 from rlhf_jax.models import decoder
 
@@ -21,11 +22,14 @@ def score(
   rows: types.Rows,
   *,
   entropy: bool = False,
+  sum_squares: bool = False,
+  reference: tuple[PyTree, Array] | None = None,
+  keep_states: bool = False,
   head_chunk: int = 2048,
   remat: bool = False,
   dtype: Any = jnp.float32,
 ) -> types.Scores:
-  """Log-probs (and entropy) of the targets, or values with a critic's params.
+  """Log-probs (and more) of the targets, or values with a critic's params.
 
   log softmax(logits / temperature)[target], 0 outside `rows.mask`.
 
@@ -39,16 +43,26 @@ def score(
     config: static.
     rows: the input, [R, L].
     entropy: also return the entropy of the tempered distribution.
+    sum_squares: also return sum_v p_v^2; it carries no gradient.
+    reference: the head of the reference (see `head_params`) and its hidden
+      states [R, L, D] of the same rows, for `divergence`: the exact
+      KL(policy, reference) over the vocabulary, both tempered.
+    keep_states: also return the hidden states, for `reference`.
     head_chunk: places whose logits exist at a time, over all R rows.
     remat: recompute the blocks in the backward pass.
     dtype: of the computation; the results are in at least float32.
 
   Returns:
-    `Scores` with `logprobs` (and `entropy`, in nats), or with `values`.
+    `Scores` with `logprobs` and what was asked for (nats), or with `values`.
     A critic's value stands at the place from which the action is predicted.
+
+  Raises:
+    ValueError: a critic is asked for more than values.
   """
-  if 'value_head' in params and entropy:
-    raise ValueError('a critic has no entropy; call score with entropy=False.')
+  if 'value_head' in params and (entropy or sum_squares or reference):
+    raise ValueError(
+      'a critic has no entropy, sum of squares or divergence: it has values'
+    )
   states = decoder.hidden(
     params,
     config,
@@ -60,20 +74,33 @@ def score(
   )
   if 'value_head' in params:
     return types.Scores(values=decoder.values(params, states))
-  head = decoder.output_head(params, config, dtype)
-  logprobs, entropies = token_logprobs(
+  if reference is not None:
+    reference_params, reference_states = reference
+    reference = (
+      reference_states.astype(dtype),
+      decoder.output_head(reference_params, config, dtype),
+    )
+  scores = token_scores(
     states,
-    head,
+    decoder.output_head(params, config, dtype),
     rows.targets,
     rows.mask,
     rows.temperature,
     entropy=entropy,
+    sum_squares=sum_squares,
+    reference=reference,
     head_chunk=head_chunk,
   )
-  return types.Scores(logprobs=logprobs, entropy=entropies)
+  return scores.replace(states=states) if keep_states else scores
 
 
-def token_logprobs(
+def head_params(params: PyTree) -> PyTree:
+  """The part of a policy's parameters that turns states into logits."""
+  name = 'head' if 'head' in params else 'embed'
+  return {name: params[name]}
+
+
+def token_scores(
   states: Array,
   head: tuple[Array, int],
   targets: Array,
@@ -81,9 +108,11 @@ def token_logprobs(
   temperature: Array,
   *,
   entropy: bool = False,
+  sum_squares: bool = False,
+  reference: tuple[Array, tuple[Array, int]] | None = None,
   head_chunk: int = 2048,
-) -> tuple[Array, Array | None]:
-  """Chunked log softmax of states times head, at the targets.
+) -> types.Scores:
+  """Chunked log softmax of states times head, and what follows from it.
 
   Args:
     states: [R, L, D].
@@ -92,10 +121,12 @@ def token_logprobs(
     mask: [R, L] bool.
     temperature: [R, L], > 0 where mask.
     entropy: also return the entropy.
+    sum_squares: also return sum_v p_v^2.
+    reference: states and head of the reference, for the exact divergence.
     head_chunk: places whose logits exist at a time.
 
   Returns:
-    ([R, L], [R, L] or None) in at least float32, 0 outside the mask.
+    `Scores` of [R, L], at least float32, 0 outside the mask.
   """
   chex.assert_rank([states, targets, mask, temperature], [3, 2, 2, 2])
   chex.assert_equal_shape([targets, mask, temperature])
@@ -103,47 +134,62 @@ def token_logprobs(
     raise ValueError(f'head_chunk={head_chunk}; it must be at least 1 place.')
   num_rows, length = targets.shape
   width = min(max(head_chunk // num_rows, 1), length)
+  asked = dict(entropy=entropy, sum_squares=sum_squares)
+  other_states, other_head = (None, None) if reference is None else reference
+  places = states, other_states, targets, mask, temperature
   if width == length:
-    return _chunk(states, head, targets, mask, temperature, entropy)
+    return _chunk(head, other_head, *places, **asked)
 
   # Actions first in each row: the chunks without any action are then the last.
   order = jnp.argsort(~mask, axis=1, stable=True)  # R L
   back = jnp.argsort(order, axis=1)  # R L
   num_chunks = -(-length // width)
-  arrays = tuple(
-    _split(_permute(a, order, back), num_chunks, width)
-    for a in (states, targets, mask, temperature)
+  places = jax.tree.map(
+    lambda a: _split(_permute(a, order, back), num_chunks, width), places
   )
+  axes = head[1], other_head and other_head[1]
 
   @jax.checkpoint
-  def chunk(head_weight, states, targets, mask, temperature):
-    return jax.lax.cond(
-      jnp.any(mask),
-      lambda *a: _chunk(a[1], (a[0], head[1]), *a[2:], entropy),
-      lambda *a: _empty(a[1], a[2], entropy),
-      *(head_weight, states, targets, mask, temperature),
+  def chunk(weights, places):
+    heads = [w if w is None else (w, axis) for w, axis in zip(weights, axes)]
+    some = lambda: _chunk(*heads, *places, **asked)
+    # Only the shapes of `some` are read here.
+    none = lambda: jax.tree.map(
+      lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(some)
     )
+    return jax.lax.cond(jnp.any(places[3]), some, none)
 
+  weights = head[0], other_head and other_head[0]
   _, out = jax.lax.scan(
-    lambda carry, a: (carry, chunk(head[0], *a)), None, arrays
+    lambda carry, a: (carry, chunk(weights, a)), None, places
   )
-  logprobs, entropies = jax.tree.map(
-    lambda a: _permute(_join(a, length), back, order), out
-  )
-  return logprobs, entropies
+  return jax.tree.map(lambda a: _permute(_join(a, length), back, order), out)
 
 
-def _chunk(states, head, targets, mask, temperature, entropy):
-  """Log-probs of some places; materialises their logits, [R, l, V]."""
+def _chunk(
+    head, other_head, states, other_states, targets, mask, temperature, *,
+    entropy, sum_squares,
+) -> types.Scores:  # fmt: skip
+  """Scores of some places; materialises their logits, [R, l, V]."""
   logits = decoder.project_to_vocabulary(states, head)
   # A masked place may hold anything; softmax(0 logits) is safe and unused.
   inverse = jnp.where(mask, 1 / jnp.where(mask, temperature, 1.0), 0.0)
+  inverse = inverse.astype(logits.dtype)
   targets = jnp.where(mask, targets, 0)
-  logprobs, entropies = _log_softmax(
-    logits, inverse.astype(logits.dtype), targets, entropy
-  )
-  logprobs = jnp.where(mask, logprobs, 0.0)
-  return logprobs, jnp.where(mask, entropies, 0.0) if entropy else None
+  logprobs, entropies = _log_softmax(logits, inverse, targets, entropy)
+  scores = types.Scores(logprobs=logprobs, entropy=entropies)
+  if sum_squares:
+    probs = jax.nn.softmax(jax.lax.stop_gradient(logits) * inverse[..., None])
+    scores = scores.replace(sum_squares=jnp.sum(jnp.square(probs), axis=-1))
+  if other_head is not None:
+    other = decoder.project_to_vocabulary(other_states, other_head)
+    scores = scores.replace(
+      divergence=kl.full(
+        jnp.where(mask[..., None], logits * inverse[..., None], 0.0),
+        jnp.where(mask[..., None], other * inverse[..., None], 0.0),
+      )
+    )
+  return jax.tree.map(lambda a: jnp.where(mask, a, 0.0), scores)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -204,11 +250,6 @@ def _log_softmax_backward(entropy, saved, gradients):
 
 
 _log_softmax.defvjp(_log_softmax_forward, _log_softmax_backward)
-
-
-def _empty(states, targets, entropy):
-  zeros = jnp.zeros(targets.shape, jnp.promote_types(states.dtype, jnp.float32))
-  return zeros, zeros if entropy else None
 
 
 @jax.custom_vjp

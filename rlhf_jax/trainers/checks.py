@@ -4,16 +4,9 @@ import difflib
 import math
 
 from ml_collections import ConfigDict
-import numpy as np
 
 from rlhf_jax import optim
-from rlhf_jax.algorithms import advantages
 from rlhf_jax.algorithms import aggregation
-from rlhf_jax.algorithms import kl
-from rlhf_jax.algorithms import policy_losses
-from rlhf_jax.models import config as model_config
-from rlhf_jax.models import hf
-from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import workdir
 
@@ -221,120 +214,6 @@ def actor_updates(config: ConfigDict, numbers: arithmetic.Numbers) -> int:
   return steps * numbers.updates_per_step
 
 
-def loss_settings(algorithm: ConfigDict) -> dict:
-  """The keywords that the configured policy loss takes from the config."""
-  return LOSS_SETTINGS[algorithm.policy_loss](algorithm)
-
-
-def ppo(
-  config: ConfigDict, model: model_config.ModelConfig, rewards: dict
-) -> None:
-  """Refuses PPO settings that would be ignored or make no sense together.
-
-  Raises:
-    ValueError: says which, and what to do.
-  """
-  algorithm = config.algorithm
-  if not rewards:
-    raise ValueError(
-      f'no rewards: add one of {sorted(reward_rules.RULES)} to config.rewards'
-    )
-  if config.rollout.temperature <= 0:
-    raise ValueError(
-      f'rollout.temperature={config.rollout.temperature} is greedy: it has no'
-      ' log-probs to train on; set it above 0'
-    )
-  advantages.estimator(algorithm.advantages)
-  policy_losses.loss(algorithm.policy_loss)
-  kl.estimator(algorithm.kl_reward.estimator)
-  kl.loss_estimator(algorithm.kl_loss.estimator)
-  for name in ('kl_reward', 'kl_loss'):
-    controller(algorithm[name])
-  # Tries the loss on one token: it checks its settings itself.
-  one = np.zeros((1, 1), np.float32)
-  policy_losses.loss(algorithm.policy_loss)(
-    one, one, one, one > 0, **loss_settings(algorithm)
-  )
-  if config.rollout.slots < config.rollout.samples_per_prompt:
-    raise ValueError(
-      f'rollout.slots={config.rollout.slots} sequences cannot hold the'
-      f' rollout.samples_per_prompt={config.rollout.samples_per_prompt} of one'
-      ' prompt: raise slots'
-    )
-  with_critic = algorithm.advantages in advantages.CRITIC_ESTIMATORS
-  if config.rollout.samples_per_prompt < 2 and not with_critic:
-    raise ValueError(
-      f'algorithm.advantages={algorithm.advantages!r} compares the samples of'
-      ' a prompt: set rollout.samples_per_prompt to 2 or more'
-    )
-  if algorithm.drop_uniform_groups and (
-    with_critic or algorithm.kl_reward.coef > 0
-  ):
-    raise ValueError(
-      'algorithm.drop_uniform_groups leaves out groups without an advantage;'
-      ' with gae or a KL in the reward equal scores still have one: set it to'
-      ' False'
-    )
-  if not with_critic:
-    for key, unset in (
-        ('gamma', 1.0), ('lam', 1.0), ('bootstrap_truncated', False),
-      ('whiten', False),
-    ):  # fmt: skip
-      if algorithm[key] != unset:
-        raise ValueError(
-          f'algorithm.{key}={algorithm[key]} would be ignored by'
-          f' algorithm.advantages={algorithm.advantages!r}: set it to {unset}'
-        )
-    if config.critic.path or config.critic.warmup_steps:
-      raise ValueError(
-        f'algorithm.advantages={algorithm.advantages!r} has no critic:'
-        " critic.path must be '' and critic.warmup_steps 0"
-      )
-  if config.critic.path:
-    critic = hf.load_config(config.critic.path)
-    longest = arithmetic.longest_sequence(config)
-    if critic.max_positions < longest:
-      raise ValueError(
-        f'the critic of {config.critic.path} has {critic.max_positions}'
-        f' positions, sequences have up to {longest} tokens'
-      )
-    if critic.vocab_size != model.vocab_size:
-      raise ValueError(
-        f'the critic of {config.critic.path} has a vocabulary of'
-        f' {critic.vocab_size}, the policy one of {model.vocab_size}'
-      )
-  if algorithm.bootstrap_truncated and algorithm.mask_truncated:
-    raise ValueError(
-      'algorithm.bootstrap_truncated and algorithm.mask_truncated exclude'
-      ' each other'
-    )
-  if algorithm.policy_loss == 'reinforce':
-    updates = (
-      config.rollout.prompts_per_step
-      * config.rollout.samples_per_prompt
-      // config.training.sequences_per_minibatch
-      * config.training.epochs_per_step
-    )
-    if updates > 1:
-      raise ValueError(
-        f'algorithm.policy_loss=reinforce is on-policy, a step of {updates}'
-        ' updates is not: use ppo or one mini-batch and one epoch'
-      )
-
-
-def controller(config: ConfigDict) -> kl.Controller:
-  """The KL controller that a config section asks for."""
-  if config.controller == 'fixed':
-    return kl.fixed(config.coef)
-  if config.controller == 'adaptive':
-    return kl.adaptive(
-      config.coef, target=config.target, horizon=config.horizon
-    )
-  raise ValueError(
-    f"controller={config.controller!r} is not one of ['adaptive', 'fixed']"
-  )
-
-
 # Keys that a stage cannot have for itself (all that begin so).
 OF_RUN = (
   'checkpoint.keep',
@@ -353,13 +232,3 @@ OF_RUN = (
 
 # Names that an evaluation reports beside the rewards.
 RESERVED = ('clip_ratio', 'response_length', 'score')
-
-# Policy loss -> its keywords, from `config.algorithm`.
-LOSS_SETTINGS = {
-  'ppo': lambda algorithm: dict(
-    clip_low=algorithm.clip_low,
-    clip_high=algorithm.clip_high,
-    dual_clip=algorithm.dual_clip if algorithm.dual_clip else None,
-  ),
-  'reinforce': lambda algorithm: {},
-}

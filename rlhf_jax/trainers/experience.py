@@ -20,6 +20,7 @@ from rlhf_jax import metrics
 from rlhf_jax import types
 from rlhf_jax.algorithms import advantages as advantages_lib
 from rlhf_jax.algorithms import aggregation
+from rlhf_jax.algorithms import filtration
 from rlhf_jax.algorithms import value_losses
 from rlhf_jax.data import packing
 from rlhf_jax.models import config as model_config
@@ -143,8 +144,9 @@ def run_score(
   *,
   rows_per_microbatch: int,
   mesh: jax.sharding.Mesh,
-) -> tuple[np.ndarray, np.ndarray]:
-  """Log-probs or values of all sequences, back in the sequence layout.
+  reference: tuple[types.PyTree, Sequence[np.ndarray]] | None = None,
+) -> tuple[types.Scores, np.ndarray]:
+  """What a role says of all sequences, back in the sequence layout.
 
   Args:
     program: see `update.score_program`; the parameters decide what it gives.
@@ -153,27 +155,44 @@ def run_score(
     rollout: the same sequences.
     rows_per_microbatch: rows of one call.
     mesh: of the role.
+    reference: head and hidden states (one array per mini-batch) of the
+      reference, for the exact divergence.
 
   Returns:
-    [N, T] float32, and [N] float32: the same at the last token of each
-    sequence (a critic's bootstrap value).
+    `Scores` of numpy [N, T], 0 where there is no action; `states` stay packed,
+    a list of [R, L, D], one per mini-batch.  And [N] float32: the values at
+    the last token of each sequence (bootstrap values; 0 without a critic).
   """
-  out = np.zeros(rollout.tokens.shape, np.float32)
+  out: dict[str, np.ndarray] = {}
+  states = []
   last = np.zeros(len(rollout.lengths), np.float32)
-  for batch in batches:
+  for index, batch in enumerate(batches):
     parts = []
-    for rows in slices(batch.rows, rows_per_microbatch, mesh):
-      scores = program(params, rows=rows)
-      parts.append(scores.logprobs if scores.values is None else scores.values)
-    whole = np.concatenate([np.asarray(part) for part in parts])  # R L
-    out[batch.members] = packing.unpack(whole, batch.pack_map)
-    last[batch.members] = packing.last(whole, batch.pack_map)
-  return np.where(rollout.mask, out, 0.0), last
+    inputs = dict(rows=batch.rows)
+    if reference is not None:
+      inputs['states'] = reference[1][index]
+    for part in slices(inputs, rows_per_microbatch, mesh):
+      other = part.pop('states', None)
+      if other is not None:
+        part['reference'] = (reference[0], other)
+      parts.append(jax.device_get(program(params, **part)))
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)  # R L
+    if whole.states is not None:
+      states.append(whole.states)
+    if whole.values is not None:
+      last[batch.members] = packing.last(whole.values, batch.pack_map)
+    for name in SCORES:
+      rows = getattr(whole, name)
+      if rows is not None:
+        out.setdefault(name, np.zeros(rollout.tokens.shape, np.float32))
+        out[name][batch.members] = packing.unpack(rows, batch.pack_map)
+  out = {name: np.where(rollout.mask, x, 0.0) for name, x in out.items()}
+  return types.Scores(**out, states=states or None), last
 
 
 def token_batch(
     experience: types.Experience, batch: MiniBatch, aggregation_mode: str,
-    *, scale: float | None,
+    *, scale: float | None, reference_states: np.ndarray | None = None,
 ) -> types.TokenBatch:  # fmt: skip
   """The rows of a mini-batch with everything that its update reads.
 
@@ -182,11 +201,13 @@ def token_batch(
     batch: whose sequences are taken.
     aggregation_mode: decides the token weights, from the final mask.
     scale: see `aggregation.token_weights`.
+    reference_states: [R, L, D] of the same rows, for the exact KL.
   """
   mask = experience.rollout.mask[batch.members]
   weights = aggregation.token_weights(mask, aggregation_mode, scale=scale)
   pack = lambda x: packing.pack(np.asarray(x), batch.pack_map)
   of_step = lambda x: pack(np.asarray(x)[batch.members])
+  importance = experience.importance
   return types.TokenBatch(
     # The mask may have lost sequences since the rows were packed.
     rows=batch.rows.replace(
@@ -198,6 +219,8 @@ def token_batch(
     old_values=of_step(experience.values),
     returns=of_step(experience.returns),
     weights=pack(weights),
+    importance=None if importance is None else of_step(importance),
+    reference_states=reference_states,
   )
 
 
@@ -211,11 +234,14 @@ def estimate(
   bootstrap_values: np.ndarray,
   *,
   estimator: str,
-  gamma: float,
-  lam: float,
-  whiten: bool,
-  kl: np.ndarray | None,
-  kl_coef: float,
+  settings: dict[str, float],
+  whiten: bool = False,
+  kl: np.ndarray | None = None,
+  kl_coef: float = 0.0,
+  reward_weights: Sequence[float] | None = None,
+  baseline: np.ndarray | None = None,
+  sum_squares: np.ndarray | None = None,
+  importance: np.ndarray | None = None,
 ) -> types.Experience:
   """Token rewards, then advantages and returns of a step.
 
@@ -228,24 +254,32 @@ def estimate(
     values: [N, T], zeros without a critic.
     bootstrap_values: [N], zeros where a sequence ended by itself.
     estimator: name in `advantages.ESTIMATORS`.
-    gamma: discount per token (gae).
-    lam: of gae.
+    settings: its keywords, see `algorithm.estimator_settings`.
     whiten: whether advantages get mean 0 and deviation 1 over the step.
     kl: [N, T] nats per token for the penalty in the reward, or None.
     kl_coef: its coefficient.
+    reward_weights: K numbers (gdpo).
+    baseline: [N] scores of the greedy responses (remax).
+    sum_squares: [N, T] sum_v pi_old(v)^2 (optimal_token_baseline).
+    importance: [N, T] sampler to trainer, or None.
   """
+  inputs = dict(
+    mask=rollout.mask,
+    group=rollout.group,
+    scores=scores,
+    values=values,
+    bootstrap_values=bootstrap_values,
+    kl=kl,
+    kl_coef=np.float32(kl_coef),
+    rewards=rewards,
+    reward_weights=reward_weights and np.asarray(reward_weights, np.float32),
+    baseline=baseline,
+    logprobs=old_logprobs,
+    sum_squares=sum_squares,
+    importance=importance,
+  )
   token_rewards, advantages, returns = _estimate(
-    rollout.mask,
-    scores,
-    values,
-    bootstrap_values,
-    rollout.group,
-    np.zeros_like(values) if kl is None else kl,
-    np.float32(kl_coef),
-    estimator=estimator,
-    gamma=gamma,
-    lam=lam,
-    whiten=whiten,
+    inputs, estimator, tuple(sorted(settings.items())), whiten
   )
   return types.Experience(
     rollout=rollout,
@@ -258,37 +292,62 @@ def estimate(
     token_rewards=np.asarray(token_rewards),
     advantages=np.asarray(advantages),
     returns=np.asarray(returns),
+    importance=importance,
   )
 
 
-@functools.partial(
-  jax.jit, static_argnames=('estimator', 'gamma', 'lam', 'whiten')
-)
-def _estimate(
-    mask, scores, values, bootstrap_values, group, kl, kl_coef, *, estimator,
-    gamma, lam, whiten,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _estimate(inputs, estimator, settings, whiten):
   """The array part of `estimate`."""
+  scores, mask = inputs['scores'], inputs['mask']
   token_rewards = advantages_lib.token_rewards(
-    scores, mask, kl=kl, kl_coef=kl_coef
+    scores, mask, kl=inputs['kl'], kl_coef=inputs['kl_coef']
   )
+  # A score that does not apply must stay NaN, to leave its group.
+  totals = jnp.where(jnp.isfinite(scores), token_rewards.sum(1), jnp.nan)
+  inputs = inputs | dict(token_rewards=token_rewards, totals=totals)
   function = advantages_lib.estimator(estimator)
-  if estimator in advantages_lib.CRITIC_ESTIMATORS:
-    advantages, returns = function(
-      token_rewards,
-      values,
-      mask,
-      gamma=gamma,
-      lam=lam,
-      bootstrap_values=bootstrap_values,
-    )
-  else:
-    # A score that does not apply must stay NaN, to leave its group.
-    totals = jnp.where(jnp.isfinite(scores), token_rewards.sum(1), jnp.nan)
-    advantages, returns = function(totals, group, mask)
+  arguments, keywords = ESTIMATOR_INPUTS.get(estimator, GROUP_INPUTS)
+  advantages, returns = function(
+    *(inputs[name] for name in arguments),
+    **{name: inputs[name] for name in keywords},
+    **dict(settings),
+  )
   if whiten:
     advantages = masked.whiten(advantages, mask)
   return token_rewards, advantages, returns
+
+
+def filtrate(
+  experience: types.Experience, key: types.Array, *, method: str, power: float
+) -> tuple[types.Experience, metrics.Metrics]:
+  """PF-PPO: resamples the sequences of a step by their scores.
+
+  Each sequence moves whole, with its advantages, and every copy counts as a
+  prompt of its own, so that mini-batches stay equally large.
+
+  Args:
+    experience: of the step, N sequences.
+    key: of the draw.
+    method: see `filtration`.
+    power: see `filtration`.
+
+  Returns:
+    N sequences, and the share of the step's that are among them.
+  """
+  count = len(experience.scores)
+  weights = filtration.weights(
+    experience.scores,
+    experience.rollout.mask.any(axis=1),
+    method=method,
+    power=power,
+  )
+  chosen = np.asarray(filtration.resample(key, weights, count))
+  moved = jax.tree.map(np.asarray, filtration.take(experience, chosen))
+  group = np.arange(count, dtype=np.int32)
+  moved = moved.replace(rollout=moved.rollout.replace(group=group))
+  distinct = np.isin(np.arange(count), chosen)
+  return moved, {'training/filtration_distinct': metrics.mean(distinct)}
 
 
 def statistics(
@@ -394,3 +453,23 @@ def throughput(
   }
   peak = flops.peak(devices[0])
   return result | ({'perf/mfu': rate / peak} if peak else {})
+
+
+# Fields of `Scores` that speak of actions.
+SCORES = ('logprobs', 'entropy', 'values', 'sum_squares', 'divergence')
+
+# What an estimator reads: positional arguments and keywords, by name.  Those
+# that are not here compare the total rewards of a group.
+GROUP_INPUTS = (('totals', 'group', 'mask'), ())
+_TOKEN_BASELINE = (
+  ('token_rewards', 'group', 'mask', 'logprobs', 'sum_squares'),
+  ('importance',),
+)
+ESTIMATOR_INPUTS = {
+  'gae': (('token_rewards', 'values', 'mask'), ('bootstrap_values',)),
+  'gdpo': (('rewards', 'reward_weights', 'group', 'mask'), ()),
+  'multi_turn_optimal_token_baseline': _TOKEN_BASELINE,
+  'optimal_token_baseline': _TOKEN_BASELINE,
+  'reinforce_plus_plus': (('token_rewards', 'mask'), ()),
+  'remax': (('token_rewards', 'baseline', 'mask'), ()),
+}

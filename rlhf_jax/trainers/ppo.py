@@ -6,6 +6,7 @@ The loop is plain Python (control); what it calls is jitted (computation).
 """
 
 import functools
+import itertools
 import time
 
 import jax
@@ -14,18 +15,24 @@ import numpy as np
 from rlhf_jax import keys
 from rlhf_jax import metrics
 from rlhf_jax import types
-from rlhf_jax.algorithms import advantages as advantages_lib
+from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
-from rlhf_jax.algorithms import policy_losses
+from rlhf_jax.data import packing
+from rlhf_jax.models import heads
 from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import engine
+from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import measure
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import update
+
+# Compiled, since it is many small steps.
+_MISMATCH = jax.jit(importance.mismatch)
 
 
 def train(
@@ -48,23 +55,16 @@ def train(
   last_step = setup.first_step + numbers.steps
 
   # ---- Roles and programs: each program is compiled once -----------------
-  with_critic = algorithm.advantages in advantages_lib.CRITIC_ESTIMATORS
-  with_reference = algorithm.kl_reward.coef > 0 or algorithm.kl_loss.coef > 0
-  # A step of a single update whose KL is in the loss needs no old log-probs:
-  # they are those of the update itself, without their gradient.
-  on_policy = numbers.updates_per_step == 1 and not algorithm.kl_reward.coef
-  learners = _learners(setup, with_critic and not config.evaluation.only)
+  plan = algorithm_lib.plan(config, numbers.updates_per_step)
+  learners = _learners(setup, plan.critic and not config.evaluation.only)
   stage = roles.begin_or_restore(
     setup,
     run,
     learners,
     params,
-    with_reference=with_reference and not config.evaluation.only,
+    with_reference=plan.reference and not config.evaluation.only,
   )
-  score = {
-    role: update.score_program(learners[role].score) for role in learners
-  }
-  losses = _losses(config, learners, on_policy, with_reference)
+  losses = _losses(config, learners, plan)
   programs = {
     role: roles.programs(
       setup, learners[role], losses[role], stage.states[role]
@@ -75,6 +75,7 @@ def train(
     mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
   )
   timings = run_lib.Timings()
+  rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, mesh=mesh)
 
   # ---- Before the first step ----------------------------------------------
   run.console.start_stage(
@@ -84,6 +85,7 @@ def train(
     run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
     return stage.actor
+  passes = measure.programs(plan, learners)
 
   while host.step < last_step:
     timings.clear()
@@ -94,127 +96,146 @@ def train(
     # ---- Rollout ----------------------------------------------------------
     with timings('gen'):
       prompts = setup.train.batch(host.cursor, config.rollout.prompts_per_step)
-      rollout = engine.generate(
-        relayout(stage.actor),
+      policy = relayout(stage.actor)
+      generate = functools.partial(
+        engine.generate,
+        policy,
         [prompt.ids for prompt in prompts],
         keys.key(seed, 'rollout', step),
+        policy_version=host.policy_version,
+      )
+      rollout = generate(
         temperature=config.rollout.temperature,
         top_k=config.rollout.top_k,
         top_p=config.rollout.top_p,
-        policy_version=host.policy_version,
         **setup.sampler(samples),
       )
+      greedy = None
+      if plan.greedy_baseline:
+        greedy = generate(temperature=0.0, **setup.sampler(1))
 
     # ---- Rewards, and which sequences take part ---------------------------
     with timings('reward'):
-      texts = evaluate.responses(rollout, setup.tokenizer)
-      asked = evaluate.prompts_of(rollout, prompts)
-      rewards = rewards_lib.evaluate(
-        setup.rewards,
-        setup.reward_weights,
-        texts,
-        [prompt.example for prompt in asked],
-        timeout_s=config.reward_timeout_s,
-        default=config.reward_on_timeout,
-      )
+      rewards = _rewards(setup, rollout, prompts)
+      baseline = None
+      if greedy is not None:
+        of_prompt = _rewards(setup, greedy, prompts)
+        run.events(of_prompt.events, step + 1)
+        baseline = of_prompt.scores[rollout.group]
     run.events(rewards.events, step + 1)
     rejected = experience_lib.rejected(
       rollout,
-      rewards.scores,
+      # Without a baseline there is nothing to compare a score with.
+      rewards.scores if baseline is None else rewards.scores + 0 * baseline,
       truncated=algorithm.mask_truncated,
       uniform_groups=algorithm.drop_uniform_groups,
     )
     rollout = rollout.replace(mask=rollout.mask & ~rejected[:, None])
-
-    minibatches = experience_lib.split(
-      rollout,
-      numbers.minibatches_per_step,
+    split = functools.partial(
+      experience_lib.split,
+      count=numbers.minibatches_per_step,
       seed=seed,
       step=step,
       tokens_per_row=config.training.tokens_per_row,
       rows_per_microbatch=numbers.rows_per_microbatch,
       share_prefix=config.rollout.share_prefix,
     )
+    minibatches = split(rollout)
 
-    # ---- Old log-probs, reference, values ---------------------------------
-    run_score = functools.partial(
-      experience_lib.run_score,
-      batches=minibatches,
-      rollout=rollout,
-      rows_per_microbatch=numbers.rows_per_microbatch,
-      mesh=mesh,
+    # ---- Old log-probs, reference, values; sampler against trainer --------
+    seen = measure.measure(
+      plan, passes, stage, minibatches, rollout, timings=timings, **rows
     )
-    old_logprobs, measured = rollout.logprobs, {}
-    reference_logprobs = values = np.zeros(rollout.tokens.shape, np.float32)
-    bootstrap = np.zeros(len(rollout.lengths), np.float32)
-    if not on_policy:
-      with timings('old_log_prob'):
-        old_logprobs, _ = run_score(score['actor'], stage.actor)
-      measured |= update.sampler_gap(
-        old_logprobs, rollout.logprobs, rollout.mask
+    measured, weights = {}, None
+    if plan.old_pass and not plan.reuse:
+      arrays = seen.old_logprobs, rollout.logprobs, rollout.mask
+      measured |= update.sampler_gap(*arrays)
+      measured |= _MISMATCH(*arrays)
+    if plan.correction:
+      rollout, weights, done = algorithm_lib.correct(
+        algorithm, rollout, seen.old_logprobs
       )
-    if with_reference:
-      with timings('ref'):
-        reference_logprobs, _ = run_score(score['actor'], stage.reference)
-    if with_critic:
-      critic = stage.states['critic'].params
-      with timings('values'):
-        values, after = run_score(score['critic'], critic)
-      if algorithm.bootstrap_truncated:
-        bootstrap = np.where(rollout.truncated, after, 0.0)
+      measured |= done
 
     # ---- KL in the reward, advantages -------------------------------------
     penalty = None
     with timings('adv'):
       if algorithm.kl_reward.coef:
-        penalty = np.asarray(
-          kl.estimator(algorithm.kl_reward.estimator)(
-            old_logprobs, reference_logprobs, mask=rollout.mask
-          )
-        )
+        penalty = _penalty(algorithm.kl_reward, seen, rollout.mask)
         measured['kl/reward'] = metrics.mean(penalty, rollout.mask)
         measured['kl/reward_coef'] = metrics.mean(host.kl_reward.coef)
+      cut = rollout.truncated & algorithm.bootstrap_truncated
       experience = experience_lib.estimate(
         rollout,
         rewards.values,
         rewards.scores,
-        old_logprobs,
-        reference_logprobs,
-        values,
-        bootstrap,
+        seen.old_logprobs,
+        seen.reference_logprobs,
+        seen.values,
+        np.where(cut, seen.values_after, 0.0),
         estimator=algorithm.advantages,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        whiten=algorithm.whiten,
+        settings=algorithm_lib.estimator_settings(algorithm),
+        whiten=algorithm_lib.whitens(algorithm),
         kl=penalty,
         kl_coef=host.kl_reward.coef,
+        reward_weights=list(setup.reward_weights.values()),
+        baseline=baseline,
+        sum_squares=seen.sum_squares,
+        importance=weights,
+      )
+      trained = experience
+      if algorithm.filtration.method != 'off':
+        trained, chosen = experience_lib.filtrate(
+          experience,
+          keys.key(seed, 'filtration', step),
+          method=algorithm.filtration.method,
+          power=algorithm.filtration.power,
+        )
+        measured |= chosen
+        minibatches = split(trained.rollout)
+      states = (
+        seen.reference_states if plan.exact_loss else itertools.repeat(None)
       )
       batches = [
           experience_lib.token_batch(
-              experience, batch, algorithm.aggregation,
+              trained, batch, algorithm.aggregation,
               scale=_scale(algorithm.aggregation, config),
+              reference_states=of_reference,
           )
-          for batch in minibatches
+          for batch, of_reference in zip(minibatches, states)
       ]  # fmt: skip
     measured |= experience_lib.statistics(
-      experience, list(setup.rewards), with_critic=with_critic
+      experience, list(setup.rewards), with_critic=plan.critic
     )
 
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
+    if plan.exact_loss:
+      coefs['reference_head'] = heads.head_params(stage.reference)
     order = experience_lib.update_order(
       len(batches), config.training.epochs_per_step, seed=seed, step=step
     )
+    # Rejection may have left nothing of a mini-batch.
+    order = [index for index in order if batches[index].rows.mask.any()]
     for role in ('critic', 'actor'):
       if role not in learners or (role == 'actor' and not train_actor):
         continue
       with timings(f'update_{role}'):
-        for index in order:
+        for number, index in enumerate(order):
+          batch = batches[index]
+          if plan.selection and role == 'actor':
+            batch = _selected(
+              algorithm_lib.selection(algorithm),
+              keys.key(seed, 'select', step, number),
+              functools.partial(passes['actor'], stage.actor),
+              batch,
+              minibatches[index],
+              trained,
+              **rows,
+            )
           stage.states[role], new = update.update(
             stage.states[role],
-            experience_lib.slices(
-              batches[index], numbers.rows_per_microbatch, mesh
-            ),
+            experience_lib.slices(batch, **rows),
             coefs,
             programs=programs[role],
             prefix=role,
@@ -232,19 +253,19 @@ def train(
     run.add_step(rewards.scores, rewards.dropped, rollout.lengths.sum())
     if train_actor:  # while it is frozen the divergence says nothing
       host.kl_reward = kl.update(
-        host.kl_reward, computed.get('kl/reward', np.nan), len(texts)
+        host.kl_reward, computed.get('kl/reward', np.nan), len(rewards.scores)
       )
       host.kl_loss = kl.update(
-        host.kl_loss, computed.get('kl/reference', np.nan), len(texts)
+        host.kl_loss, computed.get('kl/reference', np.nan), len(rewards.scores)
       )
     if run.due(config.dump_every, setup):
-      rows = evaluate.sample_rows(
-          setup.name, host.step, texts, rewards, list(setup.rewards), rollout,
-          prompts, setup.tokenizer, advantages=experience.advantages,
-          limit=config.dump_sequences,
+      dump = evaluate.sample_rows(
+          setup.name, host.step, evaluate.responses(rollout, setup.tokenizer),
+          rewards, list(setup.rewards), rollout, prompts, setup.tokenizer,
+          advantages=experience.advantages, limit=config.dump_sequences,
       )  # fmt: skip
-      run.writer.samples(rows)
-      run.console.samples(rows)
+      run.writer.samples(dump)
+      run.console.samples(dump)
     seconds = time.perf_counter() - began
     if setup.validation and run.due(config.evaluation.every, setup):
       with timings('evaluate'):
@@ -259,9 +280,7 @@ def train(
       setup.model,
       seconds,
       mesh.devices.flat,
-      passes=_passes(
-        config, with_critic, with_reference, on_policy, train_actor
-      ),
+      passes=_passes(config, plan, train_actor),
     )
     run.log(computed)
     if run.due(config.checkpoint.every, setup):
@@ -284,29 +303,71 @@ def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
   return learners
 
 
-def _passes(config, with_critic, with_reference, on_policy, train_actor):
+def _rewards(setup, rollout, prompts) -> rewards_lib.RewardResult:
+  """Runs all rewards on the responses of a rollout."""
+  asked = evaluate.prompts_of(rollout, prompts)
+  return rewards_lib.evaluate(
+    setup.rewards,
+    setup.reward_weights,
+    evaluate.responses(rollout, setup.tokenizer),
+    [prompt.example for prompt in asked],
+    timeout_s=setup.config.reward_timeout_s,
+    default=setup.config.reward_on_timeout,
+  )
+
+
+def _penalty(section, seen: measure.Measured, mask) -> np.ndarray:
+  """KL of the old policy to the reference per token, [N, T] nats."""
+  estimator = algorithm_lib.kl_estimator(section)
+  if estimator is None:
+    return seen.divergence
+  logprobs = seen.old_logprobs, seen.reference_logprobs
+  return np.asarray(estimator(*logprobs, mask=mask))
+
+
+def _selected(
+    select, key, score, batch, minibatch, experience, **rows
+) -> types.TokenBatch:  # fmt: skip
+  """The mini-batch with the tokens that its loss picks under the policy now."""
+  scored = [
+    jax.device_get(score(rows=part).logprobs)
+    for part in experience_lib.slices(batch.rows, **rows)
+  ]
+  of = lambda x: np.asarray(x)[minibatch.members]
+  picked = select(
+    key,
+    minibatch.members.astype(np.int32),
+    packing.unpack(np.concatenate(scored), minibatch.pack_map),
+    of(experience.old_logprobs),
+    of(experience.advantages),
+    of(experience.rollout.mask),
+  )
+  return batch.replace(
+    selected=packing.pack(np.asarray(picked), minibatch.pack_map, fill=False)
+  )
+
+
+def _passes(config, plan: algorithm_lib.Plan, train_actor: bool) -> int:
   """Forward passes of a step; a backward pass counts as two."""
   update_passes = 3 * config.training.epochs_per_step
-  actor = (not on_policy) + with_reference + update_passes * train_actor
-  return actor + with_critic * (1 + update_passes)
+  actor = plan.old_pass + plan.reference + update_passes * train_actor
+  return actor + plan.critic * (1 + update_passes)
 
 
-def _losses(config, learners, on_policy: bool, with_reference: bool) -> dict:
+def _losses(config, learners, plan: algorithm_lib.Plan) -> dict:
   """The loss of every role: `loss(params, batch, coefs)`."""
   algorithm = config.algorithm
-  policy_loss = functools.partial(
-    policy_losses.loss(algorithm.policy_loss),
-    **checks.loss_settings(algorithm),
-  )
   losses = {
     'actor': functools.partial(
       update.actor_loss,
       score=learners['actor'].score,
-      policy_loss=policy_loss,
-      kl_estimator=kl.loss_estimator(algorithm.kl_loss.estimator),
-      on_policy=on_policy,
+      policy_loss=algorithm_lib.policy_loss(algorithm),
+      kl_estimator=algorithm_lib.kl_estimator(algorithm.kl_loss),
+      on_policy=plan.on_policy,
+      reuse=plan.reuse,
       with_entropy_gradient=algorithm.entropy_coef != 0,
-      with_reference=with_reference,
+      with_reference=plan.reference,
+      importance=algorithm_lib.loss_importance(config),
     )
   }
   if 'critic' in learners:

@@ -21,7 +21,7 @@ from rlhf_jax.models import spec
 from rlhf_jax.monitor import console as console_lib
 from rlhf_jax.monitor import report
 from rlhf_jax.monitor import writers
-from rlhf_jax.trainers import checks
+from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -61,8 +61,8 @@ class Run:
     host.stage, host.cursor, host.policy_version = setup.name, 0, 0
     host.reference = {}
     host.tokens_per_microbatch = setup.config.training.tokens_per_microbatch
-    host.kl_reward = checks.controller(setup.config.algorithm.kl_reward)
-    host.kl_loss = checks.controller(setup.config.algorithm.kl_loss)
+    host.kl_reward = algorithm.controller(setup.config.algorithm.kl_reward)
+    host.kl_loss = algorithm.controller(setup.config.algorithm.kl_loss)
 
   def save(self, arrays: types.PyTree) -> None:
     """Writes a checkpoint of arrays and host state under the current step."""

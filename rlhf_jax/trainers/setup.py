@@ -17,6 +17,7 @@ from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import checks
 
@@ -198,7 +199,7 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   }
   checks.common(config, trainer, rewards, {x.source for x in held_out})
   if trainer == 'ppo':
-    checks.ppo(config, model, rewards)
+    algorithm.check(config, model, rewards)
   numbers = arithmetic.derive(
     config,
     trainer,
@@ -263,6 +264,8 @@ def describe(setup: Setup) -> list[str]:
     f'  epochs over the data   '
     f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
   ]
+  if setup.trainer == 'ppo':
+    lines += [f'  note: {note}' for note in algorithm.notes(setup.config)]
   return lines
 
 

@@ -31,46 +31,65 @@ from rlhf_jax.trainers import state as state_lib
 def actor_loss(
   params: types.PyTree,
   batch: types.TokenBatch,
-  coefs: dict[str, types.Array],
+  coefs: dict[str, types.PyTree],
   *,
   score: Callable[..., types.Scores],
   policy_loss: Callable[..., tuple[types.Array, metrics.Metrics]],
-  kl_estimator: Callable[..., types.Array],
+  kl_estimator: Callable[..., types.Array] | None,
   on_policy: bool,
   with_entropy_gradient: bool,
   with_reference: bool,
+  reuse: bool = False,
+  importance: Callable[..., types.Array] | None = None,
 ) -> tuple[types.Array, metrics.Metrics]:
-  """`sum w (L_policy - c_H H + c_KL KL)`.
+  """`sum w (rho L_policy - c_H H + c_KL KL)`, rho = 1 without importance.
 
   Args:
     params: of the actor.
     batch: token layout.
-    coefs: 'entropy' and 'kl', float32 scalars.
+    coefs: 'entropy' and 'kl', float32 scalars; 'reference_head', see
+      `heads.head_params`, for the exact KL.
     score: `heads.score` with its keywords bound.
     policy_loss: see `policy_losses`.
-    kl_estimator: see `kl`.
+    kl_estimator: see `kl`; None is the exact KL, from `reference_states`.
     on_policy: the step makes this one update, so the old log-probs are the new
       ones without their gradient; `batch.old_logprobs` holds the sampler's, to
       measure the gap.
     with_entropy_gradient: False where the coefficient is 0: entropy is still
       reported, but its gradient would cost two passes over the logits.
     with_reference: whether `batch.reference_logprobs` holds anything.
+    reuse: `batch.old_logprobs` are the sampler's; the gap that is measured
+      grows by what the updates of the step have moved.
+    importance: `importance(logprobs, old_logprobs, mask)`, for losses without a
+      ratio of their own whose old log-probs are the sampler's; by default
+      `batch.importance` where there is one.
 
   Returns:
     The loss and its statistics.
   """
   rows = batch.rows
   mask = rows.mask
-  scores = score(params, rows=rows, entropy=True)
+  exact = with_reference and kl_estimator is None
+  wanted = dict(entropy=True)
+  if exact:
+    wanted['reference'] = (coefs['reference_head'], batch.reference_states)
+  scores = score(params, rows=rows, **wanted)
   old = scores.logprobs if on_policy else batch.old_logprobs
+  old = jax.lax.stop_gradient(old)
+  extra = {} if batch.selected is None else dict(selected=batch.selected)
   losses, statistics = policy_loss(
     scores.logprobs,
-    jax.lax.stop_gradient(old),
+    old,
     batch.advantages,
     mask,
     segment_ids=rows.segment_ids,
+    **extra,
   )
-  if on_policy:
+  if importance is not None:
+    losses *= importance(scores.logprobs, old, mask)
+  elif batch.importance is not None:
+    losses *= batch.importance
+  if on_policy or reuse:
     statistics |= sampler_gap(scores.logprobs, batch.old_logprobs, mask)
   policy = aggregation.total(losses, batch.weights, mask)
   loss = policy
@@ -83,14 +102,18 @@ def actor_loss(
   }
   if with_reference:
     reference = batch.reference_logprobs
-    divergence = kl_estimator(scores.logprobs, reference, mask=mask)
+    divergence = scores.divergence
+    if not exact:
+      divergence = kl_estimator(scores.logprobs, reference, mask=mask)
     penalty = aggregation.total(divergence, batch.weights, mask)
     loss += coefs['kl'] * penalty
+    # What is reported is exact where that is known, else the best estimate.
+    reported = divergence
+    if not exact:
+      reported = kl.k3(scores.logprobs, reference, mask=mask)
     statistics |= {
       'actor/kl_loss': metrics.sum(penalty),
-      'kl/reference': metrics.mean(
-        kl.k3(scores.logprobs, reference, mask=mask), mask
-      ),
+      'kl/reference': metrics.mean(reported, mask),
       'kl/beyond_bound': kl.beyond_bound(scores.logprobs, reference, mask),
     }
   return loss, statistics | {'actor/loss': metrics.sum(loss)}
@@ -220,7 +243,7 @@ def zeros_program(param_shardings) -> Callable:
 def update(
   state: state_lib.TrainState,
   batches: Iterable[types.TokenBatch],
-  coefs: dict[str, float],
+  coefs: dict[str, types.PyTree],
   *,
   programs: dict[str, Callable],
   prefix: str,
@@ -230,11 +253,13 @@ def update(
   Args:
     state: is donated.
     batches: micro-batches of one shape, on the mesh.
-    coefs: numbers of the loss that may change from step to step.
+    coefs: what else the loss reads: numbers that may change from step to step,
+      and parameters that it does not train.
     programs: 'zeros', 'accumulate' and 'apply'.
     prefix: 'actor' or 'critic', for the optimiser's statistics.
   """
-  coefs = {name: np.float32(value) for name, value in coefs.items()}
+  number = lambda x: np.float32(x) if np.ndim(x) == 0 else x
+  coefs = jax.tree.map(number, coefs)
   grads = programs['zeros'](state.params)
   statistics = {}
   for batch in batches:
@@ -268,6 +293,11 @@ def programs(
   }
 
 
-def score_program(score: Callable[..., types.Scores]) -> Callable:
-  """`score(params, rows) -> Scores`, jitted; entropy is not computed."""
-  return jax.jit(functools.partial(score, entropy=False))
+def score_program(score: Callable[..., types.Scores], **asked) -> Callable:
+  """`score(params, rows, **arrays) -> Scores`, jitted.
+
+  Args:
+    score: `heads.score` with its keywords bound.
+    **asked: what else it shall return, for example `sum_squares=True`.
+  """
+  return jax.jit(functools.partial(score, entropy=False, **asked))

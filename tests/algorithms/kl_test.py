@@ -46,8 +46,12 @@ def test_hand_derived_numbers():
     ('mse', 'mse'),
     ('k3', 'low_var_kl'),
     ('low_var_kl', 'low_var_kl'),
+    ('low_var_kl_verl', 'low_var_kl'),
     ('k1+', 'k1+'),
+    ('abs+', 'abs+'),
+    ('k2+', 'k2+'),
     ('k3+', 'k3+'),
+    ('low_var_kl+', 'k3+'),
   ],
 )
 def test_against_verl(oracle, ours, verl):
@@ -102,10 +106,10 @@ def test_k3_pulls_everywhere():
   )
   # On purpose: verl's form is clamped to 10 and flat there, slopes 0.
   np.testing.assert_allclose(
-    kl.low_var_kl(zero, d), [10, 10, e_5 + 4, 10, 10, 10], rtol=1e-6
+    kl.low_var_kl_verl(zero, d), [10, 10, e_5 + 4, 10, 10, 10], rtol=1e-6
   )
   np.testing.assert_allclose(
-    _slope(kl.low_var_kl, d), [0, 0, 1 - e_5, 0, 0, 0], rtol=1e-6
+    _slope(kl.low_var_kl_verl, d), [0, 0, 1 - e_5, 0, 0, 0], rtol=1e-6
   )
 
 
@@ -156,6 +160,9 @@ def test_estimates_agree_with_the_exact_divergence():
 
   for name in ('k1', 'k3', 'k1+', 'k3+'):
     np.testing.assert_allclose(estimate(logits, name), exact(logits), rtol=1e-5)
+  np.testing.assert_allclose(
+    kl.full(logits, reference), exact(logits), rtol=1e-5
+  )
   for name in ('k2', 'k1+', 'k3+'):
     np.testing.assert_allclose(
       jax.grad(estimate)(logits, name), jax.grad(exact)(logits), atol=1e-6
@@ -177,13 +184,59 @@ def test_beyond_bound():
 def test_names():
   with pytest.raises(ValueError, match="'k4'.*'k3'"):
     kl.estimator('k4')
-  with pytest.raises(ValueError, match="'k5'.*'k3'"):
-    kl.loss_estimator('k5')
+  with pytest.raises(ValueError, match="'k5'.*'full'.*'k3'"):
+    kl.check('k5', loss=True)
   for name in ('k1', 'kl', 'abs'):
-    with pytest.raises(ValueError, match='cannot be a loss.*k2'):
-      kl.loss_estimator(name)
-  for name in ('k2', 'k3', 'k1+', 'mse', 'low_var_kl'):
-    assert kl.loss_estimator(name) is kl.ESTIMATORS[name]
+    with pytest.raises(ValueError, match=rf"cannot be a loss.*k2.*'{name}\+'"):
+      kl.check(name, loss=True)
+    kl.check(name, loss=False)
+  for name in {*NAMES, 'full'} - kl.NOT_LOSSES:
+    kl.check(name, loss=True)
+
+
+@pytest.mark.parametrize('name', [n for n in NAMES if n.endswith('+')])
+def test_straight_through(name):
+  """The value of its estimator, the gradient of k2."""
+  reference = jnp.array([-0.5, -3.0, -9.0])
+  zero = jnp.zeros(3)
+  value, pull = jax.vjp(lambda x: kl.estimator(name)(x, reference), zero)
+  plain = kl.estimator(name.removesuffix('+'))(zero, reference)
+  np.testing.assert_allclose(value, plain, rtol=1e-6)
+  np.testing.assert_allclose(pull(jnp.ones(3))[0], -reference, rtol=1e-6)
+
+
+def test_full_by_hand():
+  # pi = (3/4, 1/4), pi_ref = (1/4, 3/4): 3/4 ln 3 - 1/4 ln 3 = ln 3 / 2, and
+  # d / d logit_0 = 3/4 (ln 3 - ln 3 / 2) = 3/8 ln 3, minus that for logit_1:
+  # 1/4 (-ln 3 - ln 3 / 2).
+  ln3 = math.log(3)
+  logits = jnp.array([ln3, 0.0])
+  value, slope = jax.value_and_grad(kl.full)(logits, -logits)
+  assert value == pytest.approx(ln3 / 2, rel=1e-6)
+  np.testing.assert_allclose(slope, [3 / 8 * ln3, -3 / 8 * ln3], rtol=1e-6)
+  # Shifts of all logits are no change; the same policy has no divergence.
+  np.testing.assert_allclose(kl.full(logits + 7, logits), 0, atol=1e-6)
+
+
+def test_full_of_tokens_without_probability():
+  # -inf logits are bans: pi = (1/2, 1/2, 0), pi_ref = (1/4, 1/4, 1/2).
+  logits = jnp.array([0.0, 0.0, -jnp.inf])
+  reference = jnp.log(jnp.array([0.25, 0.25, 0.5]))
+  np.testing.assert_allclose(kl.full(logits, reference), math.log(2), atol=1e-6)
+
+
+def test_full_against_finite_differences():
+  with jax.enable_x64(True):
+    logits, reference = np.random.default_rng(0).normal(size=(2, 3, 7)) * 2
+    test_util.check_grads(
+      lambda x: kl.full(x, reference),
+      (logits,),
+      order=1,
+      modes=['rev'],
+      eps=1e-6,
+      rtol=1e-7,
+      atol=1e-7,
+    )
 
 
 def test_adaptive_controller_against_verl(oracle):

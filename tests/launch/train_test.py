@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 import numpy as np
 import orbax.checkpoint as ocp
@@ -59,26 +58,6 @@ def _config(**changes) -> ConfigDict:
   own = {'training.epochs_per_step': 1, 'actor.optimizer.warmup_updates': 0}
   config.stages = ((name, trainer, overrides | own), ppo)
   return config
-
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled_once(tmp_path_factory):
-  """Programs of the module's runs are compiled by the first that needs them."""
-  names = (
-    'jax_compilation_cache_dir',
-    'jax_persistent_cache_min_compile_time_secs',
-    'jax_persistent_cache_min_entry_size_bytes',
-  )
-  before = {name: jax.config.values[name] for name in names}
-  if before['jax_compilation_cache_dir'] is None:
-    folder = str(tmp_path_factory.mktemp('programs'))
-    for name, value in zip(names, (folder, 0, -1)):
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope='module')

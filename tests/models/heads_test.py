@@ -32,6 +32,11 @@ def _inputs(mask, dtype=jnp.float32, seed=0):
   )
 
 
+def _logprobs(*args, **kwargs):
+  scores = heads.token_scores(*args, **kwargs)
+  return scores.logprobs, scores.entropy
+
+
 # three actions in row 0, none in row 1, all in row 2
 _MASK = [[0, 0, 1, 0, 1, 1, 0], [0] * 7, [1] * 7]
 
@@ -42,6 +47,44 @@ def _plain(states, head, targets, mask, temperature):
   at = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
   entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
   return jnp.where(mask, at, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+@pytest.mark.parametrize('head_chunk', [6, 1000])
+def test_divergence_and_sum_of_squares(head_chunk):
+  """Exact, with the exact gradient, whatever the chunks."""
+  with jax.enable_x64(True):
+    states, head, targets, mask, temperature = _inputs(_MASK, jnp.float64)
+    other_states, other_head, *_ = _inputs(_MASK, jnp.float64, seed=1)
+    # what stands at masked places does not matter
+    other_states = jnp.where(mask[..., None], other_states, jnp.nan)
+    way = jax.random.normal(jax.random.key(0), mask.shape, jnp.float64)
+
+    def chunked(states, head):
+      scores = heads.token_scores(
+        states, (head, 0), targets, mask, temperature, sum_squares=True,
+        reference=(other_states, (other_head.T, 1)), head_chunk=head_chunk,
+      )  # fmt: skip
+      return jnp.sum(way * scores.divergence), scores
+
+    def plain(states, head):
+      heat = jnp.where(mask, temperature, 1.0)[..., None]
+      of = lambda s, h: jax.nn.log_softmax(
+        jnp.where(mask[..., None], s, 0.0) @ h / heat
+      )
+      p, q = of(states, head), of(other_states, other_head)
+      divergence = jnp.where(mask, jnp.sum(jnp.exp(p) * (p - q), -1), 0.0)
+      squares = jnp.where(mask, jnp.sum(jnp.exp(2 * p), -1), 0.0)
+      return jnp.sum(way * divergence), (divergence, squares)
+
+    grad = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    (_, got), slope = jax.jit(grad(chunked))(states, head)
+    (_, (divergence, squares)), expected = jax.jit(grad(plain))(states, head)
+    close = functools.partial(
+      np.testing.assert_allclose, rtol=1e-10, atol=1e-13
+    )
+    close(got.divergence, divergence)
+    close(got.sum_squares, squares)
+    jax.tree.map(close, slope, expected)
 
 
 @pytest.mark.parametrize('axis', [0, 1])
@@ -63,7 +106,7 @@ def test_equals_plain_log_softmax(head_chunk, axis):
 
     plain = loss(lambda s, h: _plain(s, h, *rest))(states, head)
     chunked = loss(
-      lambda s, h: heads.token_logprobs(
+      lambda s, h: _logprobs(
         s,
         (h.T if axis else h, axis),
         *rest,
@@ -82,9 +125,7 @@ def test_uniform_by_hand():
   # equal logits over 11 tokens: log-prob -ln 11, entropy ln 11, at any
   # temperature
   states, head, *rest = _inputs(_MASK)
-  logprobs, entropy = heads.token_logprobs(
-    states, (0 * head, 0), *rest, entropy=True
-  )
+  logprobs, entropy = _logprobs(states, (0 * head, 0), *rest, entropy=True)
   expected = np.where(np.asarray(_MASK), np.log(11), 0)
   np.testing.assert_allclose(logprobs, -expected, rtol=1e-6)
   np.testing.assert_allclose(entropy, expected, rtol=1e-6)
@@ -95,7 +136,7 @@ def test_tokens_of_no_probability_leave_the_entropy_finite():
   states, _, targets, mask, temperature = _inputs([[1]])
   head = jnp.where(jnp.arange(11)[None] < 2, 0.0, -1e30)
   head = jnp.broadcast_to(head, (5, 11))
-  _, entropy = heads.token_logprobs(
+  _, entropy = _logprobs(
     jnp.abs(states), (head, 0), targets, mask, temperature, entropy=True
   )
   np.testing.assert_allclose(entropy, np.log(2), rtol=1e-6)
@@ -107,9 +148,7 @@ def test_nothing_leaks_from_masked_places(head_chunk):
 
   def run(states, targets, temperature):
     loss = lambda s, h: jnp.sum(
-      heads.token_logprobs(
-        s, (h, 0), targets, mask, temperature, head_chunk=head_chunk
-      )[0]
+      _logprobs(s, (h, 0), targets, mask, temperature, head_chunk=head_chunk)[0]
     )
     return jax.value_and_grad(loss, argnums=(0, 1))(states, head)
 
@@ -125,9 +164,7 @@ def test_nothing_leaks_from_masked_places(head_chunk):
 
 def test_all_masked_is_zero_with_zero_gradient():
   states, head, *rest = _inputs(np.zeros((2, 4)))
-  loss = lambda s: jnp.sum(
-    heads.token_logprobs(s, (head, 0), *rest, head_chunk=4)[0]
-  )
+  loss = lambda s: jnp.sum(_logprobs(s, (head, 0), *rest, head_chunk=4)[0])
   value, gradient = jax.value_and_grad(loss)(states)
   assert value == 0
   assert not gradient.any()
@@ -137,9 +174,7 @@ def test_never_more_than_a_chunk_of_logits():
   # 2 x 64 places with V = 11 in chunks of 16: no array of 2 * 64 * 11 entries,
   # forward or backward
   states, head, *rest = _inputs(np.ones((2, 64)))
-  loss = lambda s, h: jnp.sum(
-    heads.token_logprobs(s, (h, 0), *rest, head_chunk=16)[0]
-  )
+  loss = lambda s, h: jnp.sum(_logprobs(s, (h, 0), *rest, head_chunk=16)[0])
   text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(states, head))
   assert '[2,8,11]' in text
   assert '[2,64,11]' not in text
@@ -220,4 +255,4 @@ def test_gradients_agree_over_chunks_and_remat():
 def test_bad_chunk():
   with pytest.raises(ValueError, match='head_chunk=0'):
     states, head, *rest = _inputs(_MASK)
-    heads.token_logprobs(states, (head, 0), *rest, head_chunk=0)
+    _logprobs(states, (head, 0), *rest, head_chunk=0)

@@ -9,6 +9,7 @@ import pytest
 from configs import base
 from rlhf_jax import testing
 from rlhf_jax.models import config as model_config
+from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import checks
 
@@ -23,7 +24,7 @@ def _config(**changes):
 
 
 def test_the_defaults_are_accepted():
-  checks.ppo(_config(), _MODEL, _REWARDS)
+  algorithm.check(_config(), _MODEL, _REWARDS)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_the_defaults_are_accepted():
     # With a critic or a KL in the reward equal scores have an advantage.
     (
       {'algorithm.drop_uniform_groups': True},
-      'with gae or a KL in the reward equal scores still have one: set it to',
+      'with gae or a KL in the reward equal scores may have one: set it to',
     ),
     (
       {
@@ -67,22 +68,22 @@ def test_the_defaults_are_accepted():
         'algorithm.whiten': False,
         'algorithm.kl_reward.coef': 0.1,
       },
-      'with gae or a KL in the reward equal scores still have one',
+      'with rloo or a KL in the reward equal scores may have one',
     ),
     (
       {'rollout.slots': 2},
       'slots=2 sequences cannot hold .*samples_per_prompt=4 .*: raise slots',
     ),
     # What the loss itself refuses is refused before anything is compiled.
-    ({'algorithm.clip_low': 1.5}, 'clip_low is 1.5: it must be between 0'),
+    ({'algorithm.clip_low': 1.5}, 'clip_low is 1.5: it must be at least 0 and at most 1'),
     ({'algorithm.dual_clip': 0.5}, 'dual_clip is 0.5: it must be more than 1'),
     (
       {'algorithm.advantages': 'rloo', 'algorithm.whiten': True},
-      "whiten=True would be ignored by .*'rloo': set it to False",
+      "whiten=True would be ignored by .*'rloo' and .* set it to None",
     ),
     (
       {'algorithm.advantages': 'grpo', 'algorithm.lam': 0.9},
-      "lam=0.9 would be ignored by .*'grpo': set it to 1.0",
+      "lam=0.9 would be ignored by .*'grpo' and .* set it to 1.0",
     ),
     (
       {'algorithm.advantages': 'rloo', 'algorithm.gamma': 0.9},
@@ -118,14 +119,14 @@ def test_the_defaults_are_accepted():
 )
 def test_ppo_refuses(changes, message):
   with pytest.raises(ValueError, match=message):
-    checks.ppo(_config(**changes), _MODEL, _REWARDS)
+    algorithm.check(_config(**changes), _MODEL, _REWARDS)
 
 
 def test_ppo_without_rewards():
   with pytest.raises(
     ValueError, match="no rewards: add one of .*'exact_match'"
   ):
-    checks.ppo(_config(), _MODEL, {})
+    algorithm.check(_config(), _MODEL, {})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_critic_of_another_kind(tmp_path, fields, message):
   text = json.dumps(model_config.to_hf(other))
   (tmp_path / 'config.json').write_text(text)
   with pytest.raises(ValueError, match=message):
-    checks.ppo(_config(**{'critic.path': str(tmp_path)}), _MODEL, _REWARDS)
+    algorithm.check(_config(**{'critic.path': str(tmp_path)}), _MODEL, _REWARDS)
 
 
 # ---- Values that any stage would fail on ------------------------------------
@@ -275,10 +276,10 @@ def test_controller():
   )
   section = config.algorithm.kl_reward
   section.update(controller='adaptive', target=0.2, horizon=50)
-  made = checks.controller(section)
+  made = algorithm.controller(section)
   assert (made.kind, made.coef, made.target) == ('adaptive', 0.1, 0.2)
   assert made.horizon == 50
-  fixed = checks.controller(config.algorithm.kl_loss)
+  fixed = algorithm.controller(config.algorithm.kl_loss)
   assert (fixed.kind, fixed.coef) == ('fixed', 0.5)
 
 

@@ -190,7 +190,8 @@ def _states(params, rollout, n):
 @pytest.mark.parametrize('share_prefix', [False, True])
 def test_log_probs_of_packed_rows(scored, share_prefix):
   rollout = _rollout()
-  params, (logprobs, _) = scored('actor', rollout, share_prefix=share_prefix)
+  params, (scores, _) = scored('actor', rollout, share_prefix=share_prefix)
+  logprobs = scores.logprobs
   expected = np.zeros((12, 10), np.float32)
   for n in range(12):
     logits = _states(params, rollout, n) @ params['embed'].T
@@ -205,7 +206,8 @@ def test_values_and_bootstrap_of_packed_rows(scored):
   mask = rollout.mask.copy()
   mask[4] = False  # rejected: no value is asked of it
   rollout = rollout.replace(mask=mask)
-  params, (values, after) = scored('critic', rollout)
+  params, (scores, after) = scored('critic', rollout)
+  values = scores.values
   expected = np.zeros((12, 10), np.float32)
   expected_after = np.zeros(12, np.float32)
   for n in set(range(12)) - {4}:
@@ -259,11 +261,7 @@ def _estimate(scores, **changes):
     values=_VALUES,
     bootstrap_values=np.array([0, 0.6], np.float32),
     estimator='gae',
-    gamma=0.9,
-    lam=0.5,
-    whiten=False,
-    kl=None,
-    kl_coef=0.0,
+    settings=dict(gamma=0.9, lam=0.5),
   )
   return experience_lib.estimate(
     scores=np.array(scores, np.float32), **(options | changes)
@@ -310,8 +308,7 @@ def test_fractional_score_arrives_whole():
   plain = dict(
     values=np.zeros((2, 6), np.float32),
     bootstrap_values=np.zeros(2, np.float32),
-    gamma=1.0,
-    lam=1.0,
+    settings=dict(gamma=1.0, lam=1.0),
   )
   result = _estimate([0.7, 0.2], **plain)
   mask = _two_sequences().mask
@@ -323,9 +320,13 @@ def test_group_baselines_see_the_penalty():
   # rloo: each less the other, +0.4 and -0.4.
   # grpo: mean 0.2, deviation sqrt(2 * 0.04 / 1) = 0.282843: +-0.707107.
   mask = _two_sequences().mask
-  result = _estimate([0.7, 0.2], kl=_KL, kl_coef=0.5, estimator='rloo')
+  result = _estimate(
+    [0.7, 0.2], kl=_KL, kl_coef=0.5, estimator='rloo', settings={}
+  )
   _close(result.advantages, np.where(mask, [[0.4], [-0.4]], 0))
-  result = _estimate([0.7, 0.2], kl=_KL, kl_coef=0.5, estimator='grpo')
+  result = _estimate(
+    [0.7, 0.2], kl=_KL, kl_coef=0.5, estimator='grpo', settings={}
+  )
   root = 0.5**0.5
   np.testing.assert_allclose(
     result.advantages, np.where(mask, [[root], [-root]], 0), rtol=1e-4
@@ -334,7 +335,7 @@ def test_group_baselines_see_the_penalty():
 
 def test_score_that_does_not_apply_leaves_its_group():
   # The mask is kept on purpose: NaN alone must do it.
-  result = _estimate([0.7, np.nan], estimator='rloo')
+  result = _estimate([0.7, np.nan], estimator='rloo', settings={})
   np.testing.assert_array_equal(result.advantages, np.zeros((2, 6)))
   np.testing.assert_array_equal(result.token_rewards[1], np.zeros(6))
 

@@ -447,7 +447,7 @@ def _scored(score, params, rollout, mesh):
   )
   return experience_lib.run_score(
     score, params, minibatches, rollout, rows_per_microbatch=8, mesh=mesh
-  )[0]
+  )[0].logprobs
 
 
 def _at_first(score, params, mesh):
