@@ -126,13 +126,14 @@ def split(
 
 
 def slices(
-  batch: types.PyTree, rows: int, mesh: jax.sharding.Mesh
+  batch: types.PyTree, rows_per_microbatch: int, mesh: jax.sharding.Mesh
 ) -> Iterator[types.PyTree]:
   """Cuts `[R, ...]` arrays into micro-batches and puts them on the mesh."""
   total = jax.tree.leaves(batch)[0].shape[0]
-  for start in range(0, total, rows):
+  for start in range(0, total, rows_per_microbatch):
+    end = start + rows_per_microbatch
     yield rules.rows(
-      mesh, jax.tree.map(lambda x, s=start: x[s : s + rows], batch)
+      mesh, jax.tree.map(lambda x, s=start, e=end: x[s:e], batch)
     )
 
 
