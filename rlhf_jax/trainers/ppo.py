@@ -250,6 +250,7 @@ def train(
     host.cursor += config.rollout.prompts_per_step
     host.policy_version += len(order) * train_actor
     run.count_skipped(computed)
+    run.watch_kl(computed)
     run.add_step(rewards.scores, rewards.dropped, rollout.lengths.sum())
     if train_actor:  # while it is frozen the divergence says nothing
       host.kl_reward = kl.update(

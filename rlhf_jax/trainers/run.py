@@ -38,6 +38,10 @@ class Timings(dict):
     self[f'timing_s/{name}'] = time.perf_counter() - began
 
 
+# Steps with a negative mean of k1 before `Run.watch_kl` warns.
+NEGATIVE_KL_STEPS = 10
+
+
 @dataclasses.dataclass
 class Run:
   """What the trainer loops share: files, progress and host state."""
@@ -157,6 +161,31 @@ class Run:
           step=self.host.step,
           count=count,
         )
+
+  def watch_kl(self, values: dict[str, float]) -> None:
+    """Warns when the mean of k1 stays below 0.
+
+    Over samples of the policy that mean is a divergence, which is never
+    negative: a long run of negative ones says that the samples are not the
+    policy's (top-k or top-p that cut much, or a sampler that is off).
+    """
+    value = values.get('kl/k1')
+    if value is None:
+      return
+    self.host.negative_kl_steps += 1
+    if not value < 0:
+      self.host.negative_kl_steps = 0
+    if self.host.negative_kl_steps == NEGATIVE_KL_STEPS:
+      text = (
+        f'the mean of log pi - log pi_ref was negative for {NEGATIVE_KL_STEPS}'
+        ' steps in a row: the samples do not come from the policy that is'
+        ' trained; look at rollout.top_k, top_p and'
+        ' training/rollout_probs_diff_max'
+      )
+      self.console.note(f'warning: {text}')
+      self.writer.event(
+        'warning', text, stage=self.host.stage, step=self.host.step
+      )
 
   def events(self, events: list[dict[str, Any]], step: int) -> None:
     """Writes events of rewards and the like, with stage and step."""

@@ -51,6 +51,7 @@ class HostState:
     default_factory=lambda: dict(count=0.0, mean=0.0, m2=0.0)
   )
   skipped_updates: int = 0
+  negative_kl_steps: int = 0  # in a row, see `Run.watch_kl`
   dropped_sequences: int = 0
   tokens: int = 0  # prompt and response tokens of all rollouts
   wall_time_s: float = 0.0  # of all processes that worked on the run

@@ -114,6 +114,7 @@ def actor_loss(
     statistics |= {
       'actor/kl_loss': metrics.sum(penalty),
       'kl/reference': metrics.mean(reported, mask),
+      'kl/k1': metrics.mean(kl.k1(scores.logprobs, reference, mask=mask), mask),
       'kl/beyond_bound': kl.beyond_bound(scores.logprobs, reference, mask),
     }
   return loss, statistics | {'actor/loss': metrics.sum(loss)}

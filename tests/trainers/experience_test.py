@@ -11,6 +11,7 @@ from rlhf_jax import keys
 from rlhf_jax import metrics
 from rlhf_jax import testing
 from rlhf_jax import types
+from rlhf_jax.algorithms import advantages
 from rlhf_jax.data import packing
 from rlhf_jax.models import decoder
 from rlhf_jax.models import heads
@@ -355,12 +356,21 @@ def test_whitening_is_over_the_step():
 def test_a_step_of_rejected_sequences_is_all_zero():
   rollout = _two_sequences()
   rollout = rollout.replace(mask=np.zeros_like(rollout.mask))
-  for estimator in ('gae', 'grpo', 'rloo'):
+  for estimator in advantages.ESTIMATORS:
+    settings = (
+      dict(gamma=0.9) if estimator in ('gae', 'reinforce_plus_plus') else {}
+    )
+    if estimator == 'gae':
+      settings['lam'] = 0.5
     result = _estimate(
       [np.nan, np.nan],
       rollout=rollout,
       estimator=estimator,
+      settings=settings,
       whiten=True,
+      reward_weights=[1.0],
+      baseline=np.full(2, np.nan, np.float32),
+      sum_squares=np.full((2, 6), np.nan, np.float32),
       kl=_KL,
       kl_coef=0.5,
     )
@@ -485,3 +495,91 @@ def test_statistics_by_hand():
   for name, want in expected.items():
     np.testing.assert_allclose(values[name], want, rtol=1e-6, err_msg=name)
   assert 'reward/other/mean' not in values
+
+
+# ---- The exact divergence, and sequences that are drawn anew ----------------
+
+
+def test_exact_divergence_of_packed_rows(scored):
+  """From hidden states that a pass of the reference left, row by row."""
+  rollout = _rollout()
+  mesh = mesh_lib.make(devices=jax.devices()[:1])
+  of = lambda seed: spec.init(
+    state_lib.specs_of(_CONFIG, 'actor'), jax.random.key(seed)
+  )
+  policy, reference = of(0), of(1)
+  run = functools.partial(
+    experience_lib.run_score,
+    batches=_split(rollout),
+    rollout=rollout,
+    rows_per_microbatch=2,
+    mesh=mesh,
+  )
+  score = functools.partial(heads.score, config=_CONFIG)
+  kept, _ = run(update.score_program(score, keep_states=True), reference)
+  got, _ = run(
+    update.score_program(score, sum_squares=True),
+    policy,
+    reference=(heads.head_params(reference), kept.states),
+  )
+  expected = np.zeros((12, 10), np.float32)
+  squares = np.zeros((12, 10), np.float32)
+  for n in range(12):
+    heat = rollout.temperature[n]
+    log_softmax = lambda params, n=n, heat=heat: np.asarray(
+      jax.nn.log_softmax(
+        _states(params, rollout, n) @ params['embed'].T / heat
+      ),
+      np.float64,
+    )
+    p, q = log_softmax(policy), log_softmax(reference)
+    for t in range(rollout.prompt_lengths[n], rollout.lengths[n]):
+      expected[n, t] = np.sum(np.exp(p[t - 1]) * (p[t - 1] - q[t - 1]))
+      squares[n, t] = np.sum(np.exp(2 * p[t - 1]))
+  assert expected.max() > 0.1
+  testing.assert_close(got.divergence, expected, 'layout_float32')
+  testing.assert_close(got.sum_squares, squares, 'layout_float32')
+  # A policy has no divergence from itself.
+  itself, _ = run(
+    update.score_program(score),
+    reference,
+    reference=(heads.head_params(reference), kept.states),
+  )
+  testing.assert_close(
+    itself.divergence, np.zeros((12, 10), np.float32), 'kl_of_itself'
+  )
+
+
+def test_filtration_moves_each_sequence_whole():
+  # Only the best and the worst are drawn; the third has no action.
+  rollout = _two_sequences()
+  rollout = jax.tree.map(
+    lambda x: np.concatenate([x, x]), rollout
+  )  # 4 sequences
+  mask = rollout.mask.copy()
+  mask[3] = False
+  rollout = rollout.replace(mask=mask, tokens=rollout.tokens + [[0]] * 4)
+  rollout.tokens[:, 0] = [10, 11, 12, 13]  # tells them apart
+  double = lambda x: np.concatenate([x, x])
+  experience = _estimate(
+    [0.3, 0.9, -0.2, 5.0],
+    rollout=rollout,
+    rewards=np.zeros((4, 1), np.float32),
+    old_logprobs=np.zeros((4, 6), np.float32),
+    reference_logprobs=np.zeros((4, 6), np.float32),
+    values=double(_VALUES),
+    bootstrap_values=np.zeros(4, np.float32),
+  )
+  moved, measured = experience_lib.filtrate(
+    experience, jax.random.key(0), method='max_min', power=2.0
+  )
+  source = moved.rollout.tokens[:, 0] - 10
+  assert set(source) == {1, 2}
+  for name in ('scores', 'advantages', 'returns', 'token_rewards'):
+    np.testing.assert_array_equal(
+      getattr(moved, name), getattr(experience, name)[source]
+    )
+  np.testing.assert_array_equal(moved.rollout.mask, mask[source])
+  # Each copy is a prompt of its own.
+  np.testing.assert_array_equal(moved.rollout.group, np.arange(4))
+  assert metrics.compute(measured) == {'training/filtration_distinct': 0.5}

@@ -157,3 +157,29 @@ def test_timings():
     pass
   assert list(timings) == ['timing_s/gen']
   assert timings['timing_s/gen'] >= 0
+
+
+def test_a_long_negative_divergence_raises_one_warning(tmp_path):
+  notes = []
+  run = run_lib.Run(
+    workdir=tmp_path,
+    config={},
+    host=state_lib.HostState(seed=0),
+    writer=writers.RunWriter(tmp_path),
+    console=type('Console', (), {'note': staticmethod(notes.append)}),
+    checkpoints=None,
+    restored_step=None,
+    started=0.0,
+  )
+  watch = lambda value, times: [
+    run.watch_kl({'kl/k1': value}) for _ in range(times)
+  ]
+  watch(-0.1, 9)
+  watch(0.1, 1)  # one that is not negative begins anew
+  watch(-0.1, 9)
+  run.watch_kl({})  # no reference in this step: nothing is known
+  assert not notes
+  watch(-0.1, 5)
+  assert len(notes) == 1
+  (event,) = writers.read(tmp_path / writers.EVENTS)
+  assert event['kind'] == 'warning' and 'negative for 10' in event['message']
