@@ -8,8 +8,9 @@ package reasoning-gym (`pip install 'rlhf_jax[reasoning]'`).
     --config.model.path=FOLDER --workdir=runs/smollm2
 
 FOLDER is a local Hugging Face folder; the default is the model's hub id.  All
-135M parameters are trained, in float32, on 2 CPU cores in just under an hour;
-what has been measured is in benchmarks/README.md.  `:tiny` takes two steps.
+135M parameters are trained, in float32: on 2 CPU cores the exact match of
+greedy answers goes from 0.34 to 0.62 in 47 minutes (benchmarks/README.md).
+`:tiny` takes two steps.
 """
 
 from ml_collections import ConfigDict
@@ -39,7 +40,7 @@ def get_config(arg: str = '') -> ConfigDict:
   config.data.prompt_format = (
     ''.join(f'{QUESTION}{line}\n' for line in WORKED) + '{prompt}'
   )
-  config.data.max_prompt_tokens = 88  # the 78 that all share are computed once
+  config.data.max_prompt_tokens = 88  # the 76 that all share are computed once
   # The package's scorer is the reward; it gives part of the point for an answer
   # with something around it, so what counts is reported beside it.
   config.rewards.chain_sum = ConfigDict(
