@@ -53,6 +53,8 @@ class Rollout:
   truncated: Array  # [N] bool: cut by the length limit, no stop token
   group: Array  # [N] int32: the prompt of this step that it answers
   policy_version: Array  # [N] int32: updates the sampling policy had seen
+  # [N, T] float32: log-probs after biases and truncation (top-k, top-p, min-p)
+  drawn_logprobs: Array | None = None
 
 
 @struct.dataclass

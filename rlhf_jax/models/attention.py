@@ -74,16 +74,25 @@ def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
   return jnp.moveaxis(out, 3, 1).reshape(rows, length, heads, width)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
+def attend(
+  q: Array,
+  k: Array,
+  v: Array,
+  mask: Array,
+  *,
+  prefix: tuple[Array, Array] | None = None,
+) -> Array:
   """Attention of queries to a cache, under any mask.
 
   As `attend_rows`; a query that may see nothing gets zeros.
 
   Args:
     q: [B, S, Q, E].
-    k: [B, C, H, E].
-    v: [B, C, H, E].
+    k: [B, H, C, E], heads before places as in the cache.
+    v: [B, H, C, E].
     mask: [B, S, C] bool.
+    prefix: further keys and values [H, P, E] that every query of every row
+      sees; they are read once for all rows.
 
   Returns:
     [B, S, Q, E] in the dtype of q.
@@ -91,8 +100,42 @@ def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
   chex.assert_rank([q, k, v, mask], [4, 4, 4, 3])
   chex.assert_equal_shape([k, v])
   batch, length, heads, width = q.shape
-  out, _ = _softmax_product(_grouped(q, k.shape[2]), _front(k), _front(v), mask)
+  q = _grouped(q, k.shape[1])  # B H M S E
+  if prefix is None:
+    out, _ = _softmax_product(q, k, v, mask)
+  else:
+    out = _with_prefix(q, k, v, mask, *prefix)
   return jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, width)
+
+
+def _with_prefix(q, k, v, mask, prefix_k, prefix_v):
+  """Softmax over the prefix and the row's own places together."""
+  batch, kv_heads, shared, length, width = q.shape
+  rows = jnp.moveaxis(q, 1, 0).reshape(kv_heads, -1, width)  # H BMS E
+  product = lambda x, y, y_axis: jax.lax.dot_general(
+    x,
+    y,
+    (((2,), (y_axis,)), ((0,), (0,))),
+    preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+  )
+  back = lambda x: jnp.moveaxis(
+    x.reshape(kv_heads, batch, shared, length, x.shape[-1]), 0, 1
+  )
+  early = product(rows, prefix_k, 2)  # H BMS P
+  own = _scores(q, k, mask)  # B H M S C
+  top = jnp.maximum(
+    back(jnp.max(early, axis=-1, keepdims=True)),
+    jnp.max(own, axis=-1, keepdims=True),
+  )  # B H M S 1
+  early = jnp.exp(
+    early - jnp.moveaxis(top, 1, 0).reshape(kv_heads, -1, 1)
+  )  # H BMS P
+  own = jnp.exp(own - top)
+  total = back(jnp.sum(early, axis=-1, keepdims=True))
+  total += jnp.sum(own, axis=-1, keepdims=True)
+  out = back(product(early.astype(prefix_v.dtype), prefix_v, 1))
+  out += _product(_merge(own).astype(v.dtype), v, 3, 2).reshape(q.shape)
+  return (out / total).astype(q.dtype)
 
 
 def _front(x: Array) -> Array:

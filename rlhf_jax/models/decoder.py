@@ -103,9 +103,10 @@ def hidden_cached(
   positions: Array,
   cache_keys: Array,
   cache_values: Array,
-  slots: Array,
+  places: Array | None,
   mask: Array,
   *,
+  prefix: tuple[Array, Array] | None = None,
   dtype: Any = jnp.float32,
 ) -> tuple[Array, Array, Array]:
   """Hidden states of new tokens, which attend through a cache.
@@ -118,38 +119,53 @@ def hidden_cached(
     config: static.
     tokens: [B, S] int32: a prompt (S long) or one token each (S = 1).
     positions: [B, S] int32, in the sequence.
-    cache_keys: [G, B, C, H, E].
-    cache_values: [G, B, C, H, E].
-    slots: [B, S] int32: the slot a token is written to; C drops it.
-    mask: [B, S, C] bool: the slots that a token sees.
+    cache_keys: [G, B, H, C, E].
+    cache_values: [G, B, H, C, E].
+    places: [B, S] int32: the place a token is written to; C drops it.  None is
+      the first S places, in order, which needs no scatter.
+    mask: [B, S, C] bool: the places that a token sees.
+    prefix: keys and values [G, H, P, E] of earlier tokens that all rows share
+      and see.
     dtype: of the computation; the cache may have another.
 
   Returns:
     ([B, S, D] in `dtype`, the caches with the new tokens).
   """
-  chex.assert_rank([tokens, positions, slots, mask], [2, 2, 2, 3])
+  chex.assert_rank([tokens, positions, mask], [2, 2, 3])
   chex.assert_equal_shape([cache_keys, cache_values])
   table = _rope_table(config, positions, dtype)
-  rows = jnp.arange(tokens.shape[0])[:, None]  # B 1
+  rows = jnp.arange(tokens.shape[0])[:, None, None]  # B 1 1
+  heads = jnp.arange(config.num_kv_heads)[None, None]  # 1 1 H
+
+  def write(cache, layer, new):  # [B, S, H, E] into [G, B, H, C, E]
+    new = new.astype(cache.dtype)
+    if places is None:
+      new = jnp.moveaxis(new, 1, 2)[None]
+      return jax.lax.dynamic_update_slice(cache, new, (layer, 0, 0, 0, 0))
+    at = places[:, :, None]  # B S 1
+    return cache.at[layer, rows, heads, at].set(new, mode='drop')
 
   # The cache is in the carry and not among the scanned arrays: those would be
   # copied as a whole, here XLA updates it in place.
-  def block(carry, weights):
+  def block(carry, inputs):
     x, keys, values, layer = carry
+    weights, shared = inputs
     weights = _cast(weights, dtype)
     q, k, v = _project(x, weights, config, table)
-    keys = keys.at[layer, rows, slots].set(k.astype(keys.dtype), mode='drop')
-    values = values.at[layer, rows, slots].set(
-      v.astype(values.dtype), mode='drop'
-    )
+    keys, values = write(keys, layer, k), write(values, layer, v)
     out = attention.attend(
-      q, keys[layer].astype(dtype), values[layer].astype(dtype), mask
+      q,
+      keys[layer].astype(dtype),
+      values[layer].astype(dtype),
+      mask,
+      prefix=shared and tuple(x.astype(dtype) for x in shared),
     )
     return (_finish(x, out, weights, config), keys, values, layer + 1), None
 
   x = params['embed'][tokens].astype(dtype)  # B S D
   carry = x, cache_keys, cache_values, jnp.int32(0)
-  (x, keys, values, _), _ = jax.lax.scan(block, carry, params['layers'])
+  inputs = params['layers'], prefix
+  (x, keys, values, _), _ = jax.lax.scan(block, carry, inputs)
   norm = params['final_norm'].astype(dtype)
   return layers.rms_norm(x, norm, config.norm_eps), keys, values
 

@@ -1,4 +1,9 @@
-"""Floor two of the sampler: prefill, and a decode loop over a cache."""
+"""Floor two of the sampler: prefill, and a decode loop over slots.
+
+A slot holds one sequence at a time.  `insert` puts a prefilled prompt into a
+slot and draws its first token; `advance` draws further tokens of all slots
+until enough of them are done; then the host reads them and inserts others.
+"""
 
 import functools
 
@@ -14,71 +19,123 @@ from rlhf_jax.sampling import pick
 
 
 @struct.dataclass
-class Request:
-  """What each sequence asks for; all of it may change without recompiling."""
+class Prefilled:
+  """Prompts that have been through the model, without a common prefix."""
 
-  samples: types.Array  # [N] int32: global index of the sample in the step
-  temperature: types.Array  # [N] float32, 0 is greedy
-  top_k: types.Array  # [N] int32, 0 is off
-  top_p: types.Array  # [N] float32, 1 is off
-  max_new_tokens: types.Array  # [N] int32, at least 1
-  stop_ids: types.Array  # [M] int32, padded with -1
+  logits: types.Array  # [B, V] float32, of the first response token
+  cache: cache_lib.Cache  # B rows of W places
 
 
 @struct.dataclass
 class State:
-  """The loop carry: N sequences in flight."""
+  """The loop carry: S slots."""
 
-  cache: cache_lib.Cache
-  tokens: types.Array  # [N, T] int32
-  logprobs: types.Array  # [N, T] float32
-  lengths: types.Array  # [N] int32, prompt and response so far
-  limits: types.Array  # [N] int32, length at which a sequence is cut
-  done: types.Array  # [N] bool
-  stopped: types.Array  # [N] bool, ended by a stop id
+  cache: cache_lib.Cache  # S rows; place 0 is the first behind the prefix
+  request: pick.Request  # of the sequences in the slots
+  prompt_lengths: types.Array  # [S] int32
+  counts: types.Array  # [S] int32: tokens drawn so far
+  newest: types.Array  # [S] int32: the last of them
+  tokens: types.Array  # [S, R] int32: the tokens drawn
+  logprobs: types.Array  # [S, R] float32
+  drawn_logprobs: types.Array  # [S, R] float32: after biases and truncation
+  done: types.Array  # [S] bool: ended, or nothing in the slot
+  stopped: types.Array  # [S] bool: ended by a stop id
 
 
+def empty(
+  config: model_config.ModelConfig,
+  slots: int,
+  places: int,
+  max_new_tokens: int,
+  sizes: tuple[int, int],
+  dtype: jnp.dtype,
+) -> State:
+  """Slots without sequences.
+
+  Args:
+    config: of the model.
+    slots: S.
+    places: C, cache places per slot to begin with.
+    max_new_tokens: R.
+    sizes: stop ids and biases that a sequence can have.
+    dtype: of the cache.
+  """
+  whole = lambda *shape: jnp.zeros((slots, *shape), jnp.int32)
+  real = lambda *shape: jnp.zeros((slots, *shape), jnp.float32)
+  return State(
+    cache=cache_lib.zeros(config, slots, places, dtype),
+    request=pick.Request(
+      address=whole(),
+      temperature=real(),
+      top_k=whole(),
+      top_p=real() + 1,
+      min_p=real(),
+      min_new_tokens=whole(),
+      max_new_tokens=whole() + 1,
+      stop_ids=whole(sizes[0]) - 1,
+      bias_ids=whole(sizes[1]) - 1,
+      bias=real(sizes[1]),
+    ),
+    prompt_lengths=whole() + 1,
+    counts=whole(),
+    newest=whole(),
+    tokens=whole(max_new_tokens),
+    logprobs=real(max_new_tokens),
+    drawn_logprobs=real(max_new_tokens),
+    done=jnp.ones(slots, bool),
+    stopped=jnp.zeros(slots, bool),
+  )
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'dtype'))
+def prefix_cache(
+  params: types.PyTree,
+  prefix: types.Array,
+  *,
+  config: model_config.ModelConfig,
+  dtype: jnp.dtype,
+) -> tuple[types.Array, types.Array]:
+  """Keys and values [G, H, P, E] of the tokens [P] that all prompts share."""
+  count = prefix.shape[0]
+  cache = cache_lib.zeros(config, 1, count, dtype)
+  _, keys, values = decoder.hidden_cached(
+    params,
+    config,
+    prefix[None],
+    jnp.arange(count)[None],
+    cache.keys,
+    cache.values,
+    None,
+    jnp.tri(count, dtype=bool)[None],
+    dtype=dtype,
+  )
+  return keys[:, 0], values[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'dtype'))
 def prefill(
   params: types.PyTree,
-  config: model_config.ModelConfig,
-  prefix: types.Array,
+  prefix: tuple[types.Array, types.Array] | None,
   suffixes: types.Array,
   lengths: types.Array,
-  slots: int,
+  *,
+  config: model_config.ModelConfig,
   dtype: jnp.dtype,
-) -> tuple[types.Array, cache_lib.Cache]:
-  """Runs the prompts through the model, the prefix they share only once.
+) -> Prefilled:
+  """Runs prompts through the model, without the prefix they share.
 
   Args:
     params: of the policy.
-    config: of the model, static.
-    prefix: [P] int32, the tokens with which every prompt begins; P may be 0.
-    suffixes: [B, S] int32, the rest of each prompt, padded on the right.
-    lengths: [B] int32, prefix and suffix; each suffix has a token or more.
-    slots: cache slots per row, at least P + S.
+    prefix: see `prefix_cache`, or None.
+    suffixes: [B, W] int32, the prompts from the prefix on, padded on the right.
+    lengths: [B] int32, tokens of each suffix, 1 or more.
+    config: of the model.
     dtype: of the computation and the cache.
-
-  Returns:
-    [B, V] float32 logits of the first response token, and the cache.
   """
   batch, width = suffixes.shape
-  begin = prefix.shape[0]
-  cache = cache_lib.zeros(config, batch, slots, dtype)
-  if begin:
-    one = cache_lib.zeros(config, 1, begin, dtype)
-    at = jnp.arange(begin)[None]  # 1 P
-    causal = at[:, :, None] >= at[:, None, :]  # 1 P P
-    _, keys, values = decoder.hidden_cached(
-        params, config, prefix[None], at, one.keys, one.values, at, causal,
-        dtype=dtype,
-    )  # fmt: skip
-    cache = cache_lib.Cache(
-      keys=cache.keys.at[:, :, :begin].set(keys),
-      values=cache.values.at[:, :, :begin].set(values),
-    )
+  begin = 0 if prefix is None else prefix[0].shape[2]
+  cache = cache_lib.zeros(config, batch, width, dtype)
   positions = jnp.broadcast_to(begin + jnp.arange(width)[None], suffixes.shape)
-  real = positions < lengths[:, None]
-  mask = jnp.arange(slots)[None, None] <= positions[:, :, None]  # B S C
   hidden, keys, values = decoder.hidden_cached(
     params,
     config,
@@ -86,96 +143,61 @@ def prefill(
     positions,
     cache.keys,
     cache.values,
-    jnp.where(real, positions, slots),  # padding is not written
-    mask,
+    None,
+    jnp.broadcast_to(jnp.tri(width, dtype=bool), (batch, width, width)),
+    prefix=prefix,
     dtype=dtype,
   )
-  last = (lengths - 1 - begin)[:, None, None]
-  hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # B D
-  return (
-    decoder.logits(params, config, hidden),
-    cache_lib.Cache(keys=keys, values=values),
+  last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+  return Prefilled(
+    logits=decoder.logits(params, config, last[:, 0]),
+    cache=cache_lib.Cache(keys=keys, values=values),
   )
 
 
-def append(
-  state: State, logits: types.Array, request: Request, key: types.Array
-) -> State:
-  """Picks the next token of every sequence that is not done.
-
-  A stop id is written like any other token: it is an action.
-  """
-  rows = jnp.arange(state.tokens.shape[0])
-  keys = pick.noise_keys(key, request.samples, state.lengths)
-  tokens, logprobs = pick.pick(
-    logits, keys, request.temperature, request.top_k, request.top_p
-  )
-  # Sequences that are done write to a place that does not exist.
-  place = jnp.where(state.done, state.tokens.shape[1], state.lengths)
-  lengths = state.lengths + jnp.where(state.done, 0, 1)
-  stop = jnp.any(tokens[:, None] == request.stop_ids[None], axis=1)
-  stopped = state.stopped | (~state.done & stop)
-  return state.replace(
-    tokens=state.tokens.at[rows, place].set(tokens, mode='drop'),
-    logprobs=state.logprobs.at[rows, place].set(logprobs, mode='drop'),
-    lengths=lengths,
-    stopped=stopped,
-    done=state.done | stopped | (lengths >= state.limits),
-  )
-
-
-@functools.partial(
-  jax.jit, static_argnames=('config', 'samples_per_prompt', 'slots', 'dtype')
-)
-def start(
-  params: types.PyTree,
-  prefix: types.Array,
-  suffixes: types.Array,
-  lengths: types.Array,
-  request: Request,
+@functools.partial(jax.jit, donate_argnums=0)
+def insert(
+  state: State,
+  prefilled: Prefilled,
+  rows: types.Array,
+  slots: types.Array,
+  request: pick.Request,
+  prompt_lengths: types.Array,
   key: types.Array,
-  *,
-  config: model_config.ModelConfig,
-  samples_per_prompt: int,
-  slots: int,
-  dtype: jnp.dtype,
+  count: types.Array,
 ) -> State:
-  """Prefills B prompts and picks the first token of N = B * samples.
+  """Begins M sequences: copies their prompts' cache, draws the first token.
 
   Args:
-    params: of the policy.
-    prefix: [P] int32, see `prefill`.
-    suffixes: [B, S] int32.
-    lengths: [B] int32.
-    request: of the N sequences; the samples of a prompt are neighbours.
+    state: is donated.
+    prefilled: prompts.
+    rows: [M] int32: of `prefilled`; the samples of a prompt share one.
+    slots: [M] int32; what begins beyond `count` has the slot S, which is none.
+    request: of the M sequences.
+    prompt_lengths: [M] int32, with the prefix.
     key: of the rollout.
-    config: of the model.
-    samples_per_prompt: each prompt's cache is computed once and repeated.
-    slots: the longest possible sequence, T.
-    dtype: of computation and cache.
+    count: [] int32: how many are real.
   """
-  logits, cache = prefill(
-    params, config, prefix, suffixes, lengths, slots, dtype
+  begun = jnp.zeros_like(rows)
+  keys = pick.noise_keys(key, request.address, prompt_lengths)
+  tokens, logprobs, drawn = pick.pick(
+    prefilled.logits[rows], keys, request, begun
   )
-  batch, begin, width = suffixes.shape[0], prefix.shape[0], suffixes.shape[1]
-  tokens = jnp.zeros((batch, slots), jnp.int32)
-  tokens = tokens.at[:, :begin].set(prefix[None])
-  tokens = tokens.at[:, begin : begin + width].set(suffixes)
-  tokens, lengths, logits = jax.tree.map(
-    lambda x: jnp.repeat(x, samples_per_prompt, axis=0),
-    (tokens, lengths, logits),
+  done, stopped = _ends(tokens, begun + 1, request)
+  put = lambda all_, new: all_.at[slots].set(new, mode='drop')
+  first = lambda all_, new: all_.at[slots, 0].set(new, mode='drop')
+  return State(
+    cache=cache_lib.copy_rows(state.cache, prefilled.cache, slots, rows, count),
+    request=jax.tree.map(put, state.request, request),
+    prompt_lengths=put(state.prompt_lengths, prompt_lengths),
+    counts=put(state.counts, begun + 1),
+    newest=put(state.newest, tokens),
+    tokens=first(state.tokens, tokens),
+    logprobs=first(state.logprobs, logprobs),
+    drawn_logprobs=first(state.drawn_logprobs, drawn),
+    done=put(state.done, done),
+    stopped=put(state.stopped, stopped),
   )
-  nothing = jnp.zeros(tokens.shape[0], bool)
-  state = State(
-    cache=cache_lib.repeat(cache, samples_per_prompt),
-    tokens=tokens,
-    logprobs=jnp.zeros(tokens.shape, jnp.float32),
-    lengths=lengths,
-    limits=jnp.minimum(lengths + request.max_new_tokens, slots),
-    done=nothing,
-    stopped=nothing,
-  )
-  return append(state, logits, request, key)
 
 
 @functools.partial(
@@ -184,32 +206,107 @@ def start(
 def advance(
   params: types.PyTree,
   state: State,
-  request: Request,
+  prefix: tuple[types.Array, types.Array] | None,
   key: types.Array,
   steps: types.Array,
+  enough: types.Array,
   *,
   config: model_config.ModelConfig,
   dtype: jnp.dtype,
 ) -> State:
-  """Decodes up to `steps` tokens a sequence, stopping when all are done."""
-  slots = state.tokens.shape[1]
+  """Draws up to `steps` tokens a slot, until `enough` slots are done.
+
+  Args:
+    params: of the policy.
+    state: is donated; its cache has places for `steps` more tokens.
+    prefix: see `prefix_cache`, or None.
+    key: of the rollout.
+    steps: [] int32.
+    enough: [] int32.
+    config: of the model.
+    dtype: of the computation and the cache.
+  """
+  begin = 0 if prefix is None else prefix[0].shape[2]
+  places = state.cache.places
 
   def body(carry):
-    count, state = carry
-    at = state.lengths - 1  # N, position of the newest token
-    newest = jnp.take_along_axis(state.tokens, at[:, None], axis=1)  # N 1
-    place = jnp.where(state.done, slots, at)[:, None]
-    mask = jnp.arange(slots)[None, None] <= at[:, None, None]  # N 1 C
+    step, state = carry
+    at = state.prompt_lengths + state.counts - 1  # S, position of the newest
+    own = at - begin  # its place in the cache
+    mask = jnp.arange(places)[None, None] <= own[:, None, None]  # S 1 C
     hidden, keys, values = decoder.hidden_cached(
-        params, config, newest, at[:, None], state.cache.keys,
-        state.cache.values, place, mask, dtype=dtype,
-    )  # fmt: skip
+      params,
+      config,
+      state.newest[:, None],
+      at[:, None],
+      state.cache.keys,
+      state.cache.values,
+      # Slots that are done write to a place that does not exist.
+      jnp.where(state.done, places, own)[:, None],
+      mask,
+      prefix=prefix,
+      dtype=dtype,
+    )
     logits = decoder.logits(params, config, hidden[:, 0])
     state = state.replace(cache=cache_lib.Cache(keys=keys, values=values))
-    return count + 1, append(state, logits, request, key)
+    return step + 1, append(state, logits, key)
 
   def unfinished(carry):
-    count, state = carry
-    return (count < steps) & ~jnp.all(state.done)
+    step, state = carry
+    return (step < steps) & (jnp.sum(state.done) < enough)
 
   return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+
+def append(state: State, logits: types.Array, key: types.Array) -> State:
+  """Draws the next token of every slot that is not done.
+
+  A stop id is written like any other token: it is an action.
+  """
+  rows = jnp.arange(state.tokens.shape[0])
+  at = state.prompt_lengths + state.counts
+  keys = pick.noise_keys(key, state.request.address, at)
+  tokens, logprobs, drawn = pick.pick(logits, keys, state.request, state.counts)
+  counts = state.counts + jnp.where(state.done, 0, 1)
+  done, stopped = _ends(tokens, counts, state.request)
+  # Slots that are done write to a place that does not exist.
+  place = jnp.where(state.done, state.tokens.shape[1], state.counts)
+  write = lambda all_, new: all_.at[rows, place].set(new, mode='drop')
+  return state.replace(
+    counts=counts,
+    newest=jnp.where(state.done, state.newest, tokens),
+    tokens=write(state.tokens, tokens),
+    logprobs=write(state.logprobs, logprobs),
+    drawn_logprobs=write(state.drawn_logprobs, drawn),
+    stopped=state.stopped | (~state.done & stopped),
+    done=state.done | done,
+  )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def release(state: State, ended: types.Array) -> State:
+  """Marks slots [S] as done: the host ended their sequences."""
+  return state.replace(done=state.done | ended)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def grow(state: State, places: int) -> State:
+  """Makes room for more tokens in every slot."""
+  return state.replace(cache=cache_lib.grow(state.cache, places))
+
+
+@jax.jit
+def keep(state: State, slots: types.Array) -> State:
+  """Only the given slots [S'], in that order."""
+  cache = jax.tree.map(lambda x: x[:, slots], state.cache)
+  rest = jax.tree.map(lambda x: x[slots], state.replace(cache=None))
+  return rest.replace(cache=cache)
+
+
+def _ends(tokens, counts, request):
+  """(ended, by a stop id) of sequences that have just drawn `tokens`."""
+  stopped = jnp.any(tokens[:, None] == request.stop_ids, axis=1)
+  return stopped | (counts >= request.max_new_tokens), stopped
+
+
+PROGRAMS = (prefix_cache, prefill, insert, advance, release, grow, keep)

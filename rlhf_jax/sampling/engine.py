@@ -1,7 +1,13 @@
-"""The rollout engine: prompts in, a `Rollout` out.  It knows token ids only."""
+"""The rollout engine: prompts in, responses out.  It knows token ids only.
 
-from collections.abc import Callable, Sequence
+Continuous batching: a fixed number of slots decodes; sequences leave as they
+end, and the next prompts, already prefilled, take their slots.  The host looks
+at the device once per chunk of tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +17,44 @@ from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
+from rlhf_jax.sampling import cache as cache_lib
 from rlhf_jax.sampling import decode
+from rlhf_jax.sampling import pick
 from rlhf_jax.sampling import schedule
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import rules
 
+# Sequences that `decode.insert` begins in one call, at most.
+INSERT = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The static sizes of a rollout; one program each is compiled for them."""
+  """The static sizes of a rollout; a few programs are compiled for them."""
 
   max_prompt_tokens: int
   max_new_tokens: int
   slots: int  # sequences that decode at the same time
   samples_per_prompt: int
   chunk: int = 64  # tokens a sequence between two looks of the host
+  max_stop_ids: int = 16  # per sequence
+  max_biases: int = 16  # per sequence
 
   @property
   def width(self) -> int:
     """T, tokens of the longest possible sequence."""
     return self.max_prompt_tokens + self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """What one sequence has drawn since its last piece."""
+
+  sequence: int  # prompt * samples_per_prompt + sample
+  tokens: np.ndarray  # [n] int32
+  logprobs: np.ndarray  # [n] float32, of the policy at the temperature
+  drawn_logprobs: np.ndarray  # [n] float32, after biases and truncation
+  finish: str | None  # 'stop' | 'length', or None: it goes on
 
 
 def relayout_program(
@@ -57,127 +81,453 @@ def generate(
   prompts: Sequence[np.ndarray],
   key: types.Array,
   *,
-  config: model_config.ModelConfig,
-  mesh: jax.sharding.Mesh,
   shape: Shape,
-  stop_ids: Sequence[int],
   temperature: float | np.ndarray = 1.0,
-  top_k: int | np.ndarray = 0,
-  top_p: float | np.ndarray = 1.0,
-  max_new_tokens: int | np.ndarray | None = None,
-  prefix: np.ndarray | None = None,
   policy_version: int = 0,
-  dtype: jnp.dtype = jnp.float32,
+  **options,
 ) -> types.Rollout:
   """Samples `samples_per_prompt` responses to every prompt.
 
   Args:
-    params: of the policy, see `relayout`.
+    params: of the policy, see `relayout_program`.
     prompts: B int arrays of token ids, each with a token or more.
-    key: see `keys.key`; sample i of prompt b draws with the address
-      (b * samples_per_prompt + i, position).
-    config: of the model.
-    mesh: rows are split over its (data, fsdp).
+    key: see `keys.key`.
     shape: static sizes.
-    stop_ids: each ends a sequence and stays in it.
     temperature: number or [B * samples]; 0 is greedy.
-    top_k: number or [B * samples]; 0 is off.
-    top_p: number or [B * samples]; 1 is off.
-    max_new_tokens: number or [B * samples], `shape.max_new_tokens` by default.
-    prefix: tokens with which every prompt begins, computed once; used only if
-      they all do and go on after it.
     policy_version: written to the rollout.
-    dtype: of computation and cache.
+    **options: see `stream`.
 
   Returns:
     A `Rollout` of numpy arrays, N = B * samples_per_prompt, in prompt order.
 
   Raises:
+    ValueError: see `stream`.
+  """
+  pieces = stream(
+    params, prompts, key, shape=shape, temperature=temperature, whole=True,
+    **options,
+  )  # fmt: skip
+  samples = shape.samples_per_prompt
+  count = len(prompts) * samples
+  tokens = np.zeros((count, shape.width), np.int32)
+  logprobs = np.zeros((count, shape.width), np.float32)
+  drawn = np.zeros((count, shape.width), np.float32)
+  lengths = np.repeat(np.array([len(p) for p in prompts], np.int32), samples)
+  prompt_lengths = lengths.copy()
+  truncated = np.zeros(count, bool)
+  for piece in (piece for some in pieces for piece in some):
+    n = piece.sequence
+    prompt = prompts[n // samples]
+    begin, end = len(prompt), len(prompt) + len(piece.tokens)
+    tokens[n, :begin] = prompt
+    tokens[n, begin:end] = piece.tokens
+    logprobs[n, begin:end] = piece.logprobs
+    drawn[n, begin:end] = piece.drawn_logprobs
+    lengths[n] = end
+    truncated[n] = piece.finish == 'length'
+  at = np.arange(shape.width)[None]
+  return types.Rollout(
+    tokens=tokens,
+    lengths=lengths,
+    prompt_lengths=prompt_lengths,
+    mask=(at >= prompt_lengths[:, None]) & (at < lengths[:, None]),
+    logprobs=logprobs,
+    temperature=_spread('temperature', temperature, count, np.float32),
+    truncated=truncated,
+    group=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
+    policy_version=np.full(count, policy_version, np.int32),
+    drawn_logprobs=drawn,
+  )
+
+
+def stream(
+  params: types.PyTree,
+  prompts: Sequence[np.ndarray],
+  key: types.Array,
+  *,
+  config: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+  temperature: float | np.ndarray = 1.0,
+  top_k: int | np.ndarray = 0,
+  top_p: float | np.ndarray = 1.0,
+  min_p: float | np.ndarray = 0.0,
+  min_new_tokens: int | np.ndarray = 0,
+  max_new_tokens: int | np.ndarray | None = None,
+  bias: Mapping[int, float] | Sequence[Mapping[int, float]] = (),
+  seeds: np.ndarray | None = None,
+  find_stop: Callable[[np.ndarray], int | None] | None = None,
+  prefix: np.ndarray | None = None,
+  dtype: jnp.dtype = jnp.float32,
+  whole: bool = False,
+) -> Iterator[list[Piece]]:
+  """Samples responses, and yields their tokens as they come.
+
+  What a sequence draws depends on the key, its address and the position only,
+  not on slots, order or neighbours.  None of the arguments from `stop_ids` to
+  `find_stop` recompiles anything, whatever it is.
+
+  Args:
+    params: of the policy, see `relayout_program`.
+    prompts: B int arrays of token ids, each with a token or more.
+    key: see `keys.key`; sequence n draws with the address (n, position).
+    config: of the model.
+    mesh: rows are split over its (data, fsdp).
+    shape: static sizes.
+    stop_ids: each ends a sequence and stays in it; one set for all, or one for
+      each sequence.
+    temperature: number or [B * samples], as the next; 0 is greedy.
+    top_k: 0 is off.
+    top_p: 1 is off.
+    min_p: share of the likeliest token's probability; 0 is off.
+    min_new_tokens: no stop id before so many.
+    max_new_tokens: `shape.max_new_tokens` by default.
+    bias: token id -> number added to its logit (-inf bans it); one for all, or
+      one for each sequence.
+    seeds: [B * samples] int32, address of each sequence instead of n.
+    find_stop: is given the tokens [n] of a response so far, and says how many
+      of them to keep if it ends there (a stop string), else None.
+    prefix: tokens with which every prompt begins, computed once; used only if
+      they all do and go on after it.
+    dtype: of computation and cache.
+    whole: yield sequences that have ended only, in one piece each.
+
+  Raises:
     ValueError: a prompt is empty or longer than the shape allows, or a request
       is out of range.
   """
-  samples = shape.samples_per_prompt
+  samples, groups = shape.samples_per_prompt, mesh_lib.data_groups(mesh)
   lengths = _lengths(prompts, shape)
-  count = len(prompts) * samples
-  asked = _requests(
-    count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
-  )
+  requests = _requests(
+    len(prompts) * samples, shape,
+    stop_ids=stop_ids, temperature=temperature, top_k=top_k, top_p=top_p,
+    min_p=min_p, min_new_tokens=min_new_tokens, max_new_tokens=max_new_tokens,
+    bias=bias, seeds=seeds,
+  )  # fmt: skip
   prefix = _usable_prefix(prefix, prompts)
-  begin = len(prefix)
-  suffixes = np.zeros((len(prompts), shape.max_prompt_tokens - begin), np.int32)
-  for row, prompt in zip(suffixes, prompts):
-    row[: len(prompt) - begin] = prompt[begin:]
+  sizes = _buckets(shape, len(prefix), groups)
+  return _Rollout(
+    params, prompts, lengths, requests, key, prefix,
+    config=config, mesh=mesh, shape=shape, sizes=sizes, dtype=dtype,
+    find_stop=find_stop, whole=whole,
+  ).run()  # fmt: skip
 
-  tokens = np.zeros((count, shape.width), np.int32)
-  logprobs = np.zeros((count, shape.width), np.float32)
-  totals = np.zeros(count, np.int32)
-  stopped = np.zeros(count, bool)
-  for wave in schedule.waves(lengths, samples, shape.slots):
-    # A wave is a multiple of the data groups, so that all have the same rows.
-    fill = -len(wave) % mesh_lib.data_groups(mesh)
-    wave = np.pad(wave, (0, fill), constant_values=-1)
-    chosen = np.where(wave >= 0, wave, wave[0])
-    rows = (chosen[:, None] * samples + np.arange(samples)).reshape(-1)
-    real = np.repeat(wave >= 0, samples)
-    state = _decode(
-      params,
-      prefix,
-      rules.rows(mesh, (suffixes[chosen], lengths[chosen])),
-      asked.replace(
-        samples=asked.samples[rows],
-        temperature=asked.temperature[rows],
-        top_k=asked.top_k[rows],
-        top_p=asked.top_p[rows],
-        # Fill-ups repeat the wave's first prompt for a single token.
-        max_new_tokens=np.where(real, asked.max_new_tokens[rows], 1),
-      ),
-      key,
-      config=config,
-      shape=shape,
-      dtype=dtype,
+
+class _Rollout:
+  """The host side of one call of `stream`."""
+
+  def __init__(
+    self, params, prompts, lengths, requests, key, prefix, *, config, mesh,
+    shape, sizes, dtype, find_stop, whole,
+  ):  # fmt: skip
+    self.params, self.prompts, self.key = params, prompts, key
+    self.lengths, self.requests = lengths, requests
+    self.mesh, self.shape, self.sizes = mesh, shape, sizes
+    self.groups = mesh_lib.data_groups(mesh)
+    self.find_stop, self.whole = find_stop, whole
+    self.options = dict(config=config, dtype=dtype)
+    self.begin = len(prefix)  # position of place 0 of the cache
+    self.prefix = None
+    if len(prefix):
+      self.prefix = decode.prefix_cache(
+        params, jnp.asarray(prefix, jnp.int32), **self.options
+      )
+    self.calls = schedule.prefills(lengths - self.begin, sizes, self.groups)
+    self.ready = []  # (prefilled, row, sequence), the next one last
+    count = len(prompts) * shape.samples_per_prompt
+    self.read = np.zeros(count, np.int64)  # tokens already yielded
+    slots = schedule.fitting(count, sizes.slots)
+    self.owner = np.full(slots, -1)  # sequence in each slot, -1 is none
+    self.counts = np.zeros(slots, np.int64)  # tokens it has drawn
+    width = max(width for width, _ in self.calls)
+    places = schedule.fitting(width + 1, sizes.places)
+    self.state = _empty(mesh, shape, slots, places, **self.options)
+
+  def run(self) -> Iterator[list[Piece]]:
+    """Fills slots, decodes, reads, until nothing is left."""
+    while True:
+      self._fill()
+      if (self.owner < 0).all():
+        return
+      self._resize()
+      waiting = bool(self.ready or self.calls)
+      self.state = decode.advance(
+        self.params,
+        self.state,
+        self.prefix,
+        self.key,
+        np.int32(self._steps()),
+        np.int32(
+          schedule.wanted_done(
+            len(self.owner),
+            int((self.owner < 0).sum()),
+            waiting,
+            self._smaller(),
+          )
+        ),
+        **self.options,
+      )
+      if not self.ready and self.calls:
+        self._prefill()  # while the device decodes
+      pieces = self._collect()
+      if pieces:
+        yield pieces
+
+  def _prefill(self):
+    """Runs the next prompts through the model."""
+    width, chosen = self.calls.popleft()
+    suffixes = np.zeros((len(chosen), width), np.int32)
+    lengths = np.ones(len(chosen), np.int32)
+    for row, prompt in enumerate(chosen):
+      if prompt >= 0:
+        own = self.prompts[prompt][self.begin :]
+        suffixes[row, : len(own)] = own
+        lengths[row] = len(own)
+    prefilled = decode.prefill(
+      self.params,
+      self.prefix,
+      *rules.rows(self.mesh, (suffixes, lengths)),
+      **self.options,
     )
-    for target, source in (
-      (tokens, state.tokens),
-      (logprobs, state.logprobs),
-      (totals, state.lengths),
-      (stopped, state.stopped),
-    ):
-      target[rows[real]] = np.asarray(source)[real]
+    samples = self.shape.samples_per_prompt
+    self.ready = [
+      (prefilled, row, prompt * samples + sample)
+      for row, prompt in enumerate(chosen)
+      if prompt >= 0
+      for sample in range(samples)
+    ][::-1]
 
-  at = np.arange(shape.width)[None]
-  prompt_lengths = np.repeat(lengths, samples)
-  mask = (at >= prompt_lengths[:, None]) & (at < totals[:, None])
-  return types.Rollout(
-    tokens=np.where(at < totals[:, None], tokens, 0),
-    lengths=totals,
-    prompt_lengths=prompt_lengths,
-    mask=mask,
-    logprobs=np.where(mask, logprobs, 0.0),
-    temperature=asked.temperature,
-    truncated=~stopped,
-    group=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
-    policy_version=np.full(count, policy_version, np.int32),
+  def _fill(self):
+    """Begins waiting sequences in free slots."""
+    most = min(INSERT, self.sizes.slots[-1])
+    while (free := np.flatnonzero(self.owner < 0)).size:
+      if not self.ready and self.calls:
+        self._prefill()
+      if not self.ready:
+        return
+      number = min(len(free), len(self.ready), most)
+      taken = [self.ready.pop() for _ in range(number)]
+      prefilled = taken[0][0]
+      rows, slots, sequences = np.zeros((3, most), np.int32)
+      rows[:number] = [row for _, row, _ in taken]
+      sequences[:number] = [sequence for _, _, sequence in taken]
+      slots[:] = len(self.owner)  # none
+      slots[:number] = free[:number]
+      self._reserve(prefilled.cache.places)
+      self.state = decode.insert(
+        self.state,
+        prefilled,
+        rows,
+        slots,
+        jax.tree.map(lambda x, s=sequences: x[s], self.requests),
+        self.lengths[sequences // self.shape.samples_per_prompt],
+        self.key,
+        np.int32(number),
+      )
+      self.owner[free[:number]] = sequences[:number]
+      self.counts[free[:number]] = 1
+
+  def _own_lengths(self):
+    """Places that the sequence of each slot takes, [S]; 0 for none."""
+    prompt = self.owner // self.shape.samples_per_prompt
+    used = self.lengths[prompt] - self.begin + self.counts
+    return np.where(self.owner < 0, 0, used)
+
+  def _steps(self) -> int:
+    """Tokens until the next look: what the cache has room for."""
+    room = self.state.cache.places - int(self._own_lengths().max())
+    return max(min(self.shape.chunk, room + 1), 1)
+
+  def _reserve(self, places: int):
+    """Grows the cache to the bucket that has so many places."""
+    wanted = schedule.fitting(places, self.sizes.places)
+    if wanted > self.state.cache.places:
+      self.state = decode.grow(self.state, wanted)
+
+  def _smaller(self) -> int | None:
+    """The next smaller bucket of slots, None if there is none."""
+    below = [x for x in self.sizes.slots if x < len(self.owner)]
+    return below[-1] if below else None
+
+  def _resize(self):
+    """More places if the longest sequence needs them; then fewer slots."""
+    self._reserve(int(self._own_lengths().max()) + 1)
+    if self.ready or self.calls:
+      return
+    active = np.flatnonzero(self.owner >= 0)
+    slots = schedule.fitting(len(active), self.sizes.slots)
+    if slots >= len(self.owner):
+      return
+    idle = np.flatnonzero(self.owner < 0)
+    kept = np.concatenate([active, idle])[:slots]
+    self.state = decode.keep(self.state, kept.astype(np.int32))
+    self.owner, self.counts = self.owner[kept], self.counts[kept]
+
+  def _collect(self) -> list[Piece]:
+    """Reads what the slots have drawn; frees those that are done."""
+    state = self.state
+    done, stopped, counts = jax.device_get(
+      (state.done, state.stopped, state.counts)
+    )
+    self.counts = counts.astype(np.int64)
+    active = self.owner >= 0
+    # With stop strings, and for a stream, every token matters at once.
+    look = active if self.find_stop or not self.whole else active & done
+    if not look.any():
+      return []
+    tokens, logprobs, drawn = jax.device_get(
+      (state.tokens, state.logprobs, state.drawn_logprobs)
+    )
+    pieces, cut = [], np.zeros(len(self.owner), bool)
+    for slot in np.flatnonzero(look):
+      n, end = self.owner[slot], int(counts[slot])
+      finish = None
+      if done[slot]:
+        finish = 'stop' if stopped[slot] else 'length'
+      if self.find_stop is not None:
+        found = self.find_stop(tokens[slot, :end])
+        if found is not None and found <= end:
+          cut[slot] = not done[slot]
+          end, finish = found, 'stop'
+      if finish is None and self.whole:
+        continue
+      new = slice(int(self.read[n]), end)
+      pieces.append(
+        Piece(
+          sequence=int(n),
+          tokens=tokens[slot, new].copy(),
+          logprobs=logprobs[slot, new].copy(),
+          drawn_logprobs=drawn[slot, new].copy(),
+          finish=finish,
+        )
+      )
+      self.read[n] = end
+      if finish is not None:
+        self.owner[slot] = -1
+    if cut.any():
+      self.state = decode.release(self.state, cut)
+    return pieces
+
+
+def memory(
+  config: model_config.ModelConfig,
+  shape: Shape,
+  prefix_length: int,
+  dtype: jnp.dtype,
+  data_groups: int = 1,
+) -> int:
+  """Bytes that the key/value caches of a rollout take at most.
+
+  Of all slots with all their places, the prompts of one call of prefill, and
+  the prefix; over all data groups.
+  """
+  sizes = _buckets(shape, prefix_length, data_groups)
+  slots, width = sizes.slots[-1], sizes.widths[-1]
+  of = functools.partial(cache_lib.nbytes, config, dtype=dtype)
+  return (
+    of(slots, sizes.places[-1])
+    + of(schedule.prefill_rows(width, slots, data_groups), width)
+    + of(1, prefix_length)
   )
 
 
-def _decode(params, prefix, prompts, request, key, *, config, shape, dtype):
-  """Prefills a wave and decodes it to its end."""
-  state = decode.start(
-    params,
-    jnp.asarray(prefix),
-    *prompts,
-    request,
-    key,
-    config=config,
-    samples_per_prompt=shape.samples_per_prompt,
-    slots=shape.width,
-    dtype=dtype,
-  )
-  while not bool(jnp.all(state.done)):
-    state = decode.advance(
-      params, state, request, key, shape.chunk, config=config, dtype=dtype
+def warm_up(
+  params: types.PyTree,
+  *,
+  config: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  prefix: np.ndarray | None = None,
+  dtype: jnp.dtype = jnp.float32,
+  **unused,
+) -> int:
+  """Compiles every program that rollouts of this shape can use.
+
+  Args:
+    params: as for `stream`, and so are the others.
+    config: of the model.
+    mesh: of the rollout.
+    shape: static sizes.
+    prefix: tokens that all prompts share.
+    dtype: of computation and cache.
+    **unused: other keywords of `stream`, which compile nothing.
+
+  Returns:
+    How many programs there are.
+  """
+  del unused
+  before = programs()
+  prefix = np.zeros(0, np.int32) if prefix is None else np.asarray(prefix)
+  groups = mesh_lib.data_groups(mesh)
+  sizes = _buckets(shape, len(prefix), groups)
+  options = dict(config=config, dtype=dtype)
+  key = jax.random.key(0, impl='threefry2x32')
+  shared = None
+  if len(prefix):
+    shared = decode.prefix_cache(
+      params, jnp.asarray(prefix, jnp.int32), **options
     )
-  return state
+  most = min(INSERT, sizes.slots[-1])
+  nothing = np.zeros(most, np.int32)
+  asked = _requests(most, shape)
+  for width in sizes.widths:
+    rows = schedule.prefill_rows(width, sizes.slots[-1], groups)
+    blank = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+    prefilled = decode.prefill(
+      params, shared, *rules.rows(mesh, blank), **options
+    )
+    for slots in sizes.slots:
+      for places in sizes.places:
+        if places < width:
+          continue
+        state = _empty(mesh, shape, slots, places, **options)
+        state = decode.insert(
+          state, prefilled, nothing, nothing + slots, asked, nothing + 1, key,
+          np.int32(0),
+        )  # fmt: skip
+        state = decode.advance(
+          params, state, shared, key, np.int32(0), np.int32(0), **options
+        )
+        bigger = [x for x in sizes.places if x > places]
+        if bigger:
+          decode.grow(state, bigger[0])
+        for fewer in [x for x in sizes.slots if x < slots]:
+          decode.keep(state, np.arange(fewer, dtype=np.int32))
+  return programs() - before
+
+
+def programs() -> int:
+  """Programs of the sampler that this process has compiled so far."""
+  return sum(program._cache_size() for program in decode.PROGRAMS)
+
+
+def _buckets(shape, prefix_length, data_groups):
+  widest = shape.max_prompt_tokens - prefix_length
+  return schedule.buckets(
+    widest, shape.max_new_tokens, shape.slots, data_groups
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('mesh', 'shape', 'slots', 'places', 'config', 'dtype'),
+)
+def _empty(mesh, shape, slots, places, *, config, dtype) -> decode.State:
+  """Slots without sequences, split over the mesh."""
+  state = decode.empty(
+    config, slots, places, shape.max_new_tokens,
+    (shape.max_stop_ids, shape.max_biases), dtype,
+  )  # fmt: skip
+  axes = lambda x: ('rows',) + (None,) * (x.ndim - 1)
+  place = lambda x, axes: jax.lax.with_sharding_constraint(
+    x, rules.sharding(mesh, axes, x.shape, rules.ROLLOUT)
+  )
+  cache = jax.tree.map(
+    lambda x: place(x, (None, 'rows', 'kv_heads', None, None)), state.cache
+  )
+  rest = jax.tree.map(lambda x: place(x, axes(x)), state.replace(cache=None))
+  return rest.replace(cache=cache)
 
 
 def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
@@ -200,20 +550,38 @@ def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
 
 
 def _requests(
-  count, shape, temperature, top_k, top_p, max_new_tokens, stop_ids
-) -> decode.Request:
+  count: int,
+  shape: Shape,
+  *,
+  stop_ids=(),
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  min_p=0.0,
+  min_new_tokens=0,
+  max_new_tokens=None,
+  bias=(),
+  seeds=None,
+) -> pick.Request:
   """Checks the numbers and spreads them over the sequences."""
   if max_new_tokens is None:
     max_new_tokens = shape.max_new_tokens
-  spread = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), count).copy()
-  request = decode.Request(
-    samples=np.arange(count, dtype=np.int32),
-    temperature=spread(temperature, np.float32),
-    top_k=spread(top_k, np.int32),
-    top_p=spread(top_p, np.float32),
-    max_new_tokens=spread(max_new_tokens, np.int32),
-    stop_ids=_padded(stop_ids),
+  whole = functools.partial(_spread, count=count, dtype=np.int32)
+  real = functools.partial(_spread, count=count, dtype=np.float32)
+  ids, numbers = _biases(bias, count, shape.max_biases)
+  request = pick.Request(
+    address=whole('seeds', np.arange(count) if seeds is None else seeds),
+    temperature=real('temperature', temperature),
+    top_k=whole('top_k', top_k),
+    top_p=real('top_p', top_p),
+    min_p=real('min_p', min_p),
+    min_new_tokens=whole('min_new_tokens', min_new_tokens),
+    max_new_tokens=whole('max_new_tokens', max_new_tokens),
+    stop_ids=_stop_sets(stop_ids, count, shape.max_stop_ids),
+    bias_ids=ids,
+    bias=numbers,
   )
+  limit = shape.max_new_tokens
   for ok, what in (
     ((request.temperature >= 0).all(), 'temperature must be 0 or more'),
     ((request.top_k >= 0).all(), 'top_k must be 0 (off) or more'),
@@ -222,22 +590,85 @@ def _requests(
       'top_p must lie in (0, 1]',
     ),
     (
+      ((request.min_p >= 0) & (request.min_p <= 1)).all(),
+      'min_p must lie in [0, 1], 0 is off',
+    ),
+    ((request.min_new_tokens >= 0).all(), 'min_new_tokens must be 0 or more'),
+    (
       (request.max_new_tokens >= 1).all()
-      and (request.max_new_tokens <= shape.max_new_tokens).all(),
-      f'max_new_tokens must lie in 1..{shape.max_new_tokens}',
+      and (request.max_new_tokens <= limit).all(),
+      f'max_new_tokens must lie in 1..{limit}',
+    ),
+    (
+      (request.min_new_tokens <= request.max_new_tokens).all(),
+      'min_new_tokens must not be more than max_new_tokens',
     ),
   ):
     if not ok:
-      raise ValueError(f'{what}, got {temperature=} {top_k=} {top_p=}'
-                       f' {max_new_tokens=}')  # fmt: skip
+      raise ValueError(f'{what}, got {temperature=} {top_k=} {top_p=} {min_p=}'
+                       f' {min_new_tokens=} {max_new_tokens=}')  # fmt: skip
   return request
 
 
-def _padded(stop_ids: Sequence[int]) -> np.ndarray:
-  """The ids and -1 up to a multiple of 16: most sets share a program."""
-  ids = np.array(sorted(set(stop_ids)), np.int32)
-  size = max(-(-len(ids) // 16), 1) * 16
-  return np.pad(ids, (0, size - len(ids)), constant_values=-1)
+def _spread(name, value, count, dtype) -> np.ndarray:
+  """A number, or one for each sequence, as [count]."""
+  value = np.asarray(value, dtype)
+  if value.ndim and value.shape != (count,):
+    raise ValueError(
+      f'{name} has shape {value.shape}, expected a number or one for each of'
+      f' the {count} sequences'
+    )
+  return np.broadcast_to(value, count).copy()
+
+
+def _stop_sets(stop_ids, count, size) -> np.ndarray:
+  """[count, size] int32, padded with -1."""
+  each = list(stop_ids)
+  if not each or np.ndim(each[0]) == 0:
+    each = [each] * count
+  if len(each) != count:
+    raise ValueError(
+      f'stop_ids has {len(each)} sets, expected one set of ids, or one for'
+      f' each of the {count} sequences'
+    )
+  out = np.full((count, size), -1, np.int32)
+  for row, ids in zip(out, each):
+    ids = sorted({int(i) for i in ids})
+    if len(ids) > size:
+      raise ValueError(
+        f'{len(ids)} stop ids for one sequence, the sampler was made for'
+        f' max_stop_ids={size}: raise that'
+      )
+    row[: len(ids)] = ids
+  return out
+
+
+def _biases(bias, count, size) -> tuple[np.ndarray, np.ndarray]:
+  """Ids [count, size] int32, padded with -1, and numbers [count, size]."""
+  each = [bias] * count if isinstance(bias, Mapping) else list(bias)
+  ids = np.full((count, size), -1, np.int32)
+  numbers = np.zeros((count, size), np.float32)
+  if not each:
+    return ids, numbers
+  if len(each) != count:
+    raise ValueError(
+      f'bias has {len(each)} entries, expected one mapping, or one for each of'
+      f' the {count} sequences'
+    )
+  for n, mapping in enumerate(each):
+    if len(mapping) > size:
+      raise ValueError(
+        f'{len(mapping)} biases for one sequence, the sampler was made for'
+        f' max_biases={size}: raise that'
+      )
+    for k, (token, number) in enumerate(sorted(mapping.items())):
+      if token < 0 or np.isnan(number) or number == np.inf:
+        raise ValueError(
+          f'bias {{{token}: {number}}}: expected a token id of 0 or more and a'
+          ' number, or -inf for a ban'
+        )
+      ids[n, k], numbers[n, k] = token, number
+  return ids, numbers
 
 
 def _usable_prefix(prefix, prompts) -> np.ndarray:

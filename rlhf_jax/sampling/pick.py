@@ -1,33 +1,58 @@
 """Floor one of the sampler: choose a token from logits."""
 
 import chex
+from flax import struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import types
 
 
+@struct.dataclass
+class Request:
+  """What each sequence asks for; any of it may change without recompiling.
+
+  Banned tokens are a bias of -inf.  `address` takes the place of a seed: a
+  sequence draws with (key of the rollout, address, position).
+  """
+
+  address: types.Array  # [N] int32: index of the sample in the step, or a seed
+  temperature: types.Array  # [N] float32, 0 is greedy
+  top_k: types.Array  # [N] int32, 0 is off
+  top_p: types.Array  # [N] float32, 1 is off
+  min_p: types.Array  # [N] float32, 0 is off
+  min_new_tokens: types.Array  # [N] int32: no stop id before so many
+  max_new_tokens: types.Array  # [N] int32, at least 1
+  stop_ids: types.Array  # [N, M] int32, padded with -1
+  bias_ids: types.Array  # [N, K] int32, padded with -1
+  bias: types.Array  # [N, K] float32, added to the logits of those tokens
+
+
 def noise_keys(
-  key: types.Array, samples: types.Array, positions: types.Array
+  key: types.Array, addresses: types.Array, positions: types.Array
 ) -> types.Array:
-  """One key per row: `fold_in(fold_in(key, sample), position)`.
+  """One key per row: `fold_in(fold_in(key, address), position)`.
 
   Args:
     key: of the rollout, already addressed by seed, purpose and step.
-    samples: [N] int32, global index of the sample within the step.
+    addresses: [N] int32, see `Request`.
     positions: [N] int32, position that the token will have.
 
   Returns:
     [N] keys.
   """
-  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, samples)
+  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, addresses)
   return jax.vmap(jax.random.fold_in)(fold, positions)
 
 
 def truncate(
-  logits: types.Array, top_k: types.Array, top_p: types.Array
+  logits: types.Array,
+  top_k: types.Array,
+  top_p: types.Array,
+  min_p: types.Array,
 ) -> types.Array:
-  """Keeps the `top_k` likeliest tokens and the nucleus of mass `top_p`.
+  """Keeps the `top_k` likeliest tokens, the nucleus of mass `top_p`, and
+  tokens of at least `min_p` times the probability of the likeliest.
 
   The nucleus is the smallest set of likeliest tokens whose probabilities reach
   `top_p` (the token that crosses it is kept); it is taken of the distribution
@@ -37,13 +62,15 @@ def truncate(
     logits: [N, V] float32, already divided by the temperature.
     top_k: [N] int32, 0 keeps all.
     top_p: [N] float32 in (0, 1], 1 keeps all.
+    min_p: [N] float32 in [0, 1], 0 keeps all.
 
   Returns:
     [N, V] float32, -inf at the tokens that were dropped.
 
-  Source: Holtzman et al. 2020, https://arxiv.org/abs/1904.09751.
+  Sources: Holtzman et al. 2020 (https://arxiv.org/abs/1904.09751), Nguyen et
+  al. 2024 (min-p, https://arxiv.org/abs/2407.01082).
   """
-  chex.assert_rank([logits, top_k, top_p], [2, 1, 1])
+  chex.assert_rank([logits, top_k, top_p, min_p], [2, 1, 1, 1])
   vocab = logits.shape[-1]
   ordered = -jnp.sort(-logits, axis=-1)  # N V, descending
   k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)[:, None]
@@ -54,53 +81,105 @@ def truncate(
   kept = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
   kept = kept.at[:, 0].set(True) & jnp.isfinite(ordered)
   least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+  likely = jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
+  least = jnp.maximum(least, ordered[:, :1] + likely[:, None])
   return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def adjust(
+  logits: types.Array, request: Request, counts: types.Array
+) -> types.Array:
+  """Adds the biases, and bans stop ids before `min_new_tokens`.
+
+  Args:
+    logits: [N, V] float32.
+    request: of the N sequences.
+    counts: [N] int32: tokens that each has drawn so far.
+  """
+  rows = jnp.arange(logits.shape[0])[:, None]  # N 1
+  vocab = logits.shape[1]
+  inside = lambda ids: jnp.where(ids < 0, vocab, ids)  # -1 would be the last
+  logits = logits.at[rows, inside(request.bias_ids)].add(
+    request.bias, mode='drop'
+  )
+  early = counts < request.min_new_tokens
+  banned = jnp.where(early[:, None], inside(request.stop_ids), vocab)
+  return logits.at[rows, banned].set(-jnp.inf, mode='drop')
 
 
 def pick(
   logits: types.Array,
   keys: types.Array,
-  temperature: types.Array,
-  top_k: types.Array,
-  top_p: types.Array,
-) -> tuple[types.Array, types.Array]:
+  request: Request,
+  counts: types.Array,
+) -> tuple[types.Array, types.Array, types.Array]:
   """Draws one token a row by the Gumbel-argmax rule.
 
-    token = argmax(truncate(logits / temperature) + gumbel(key))
+    token = argmax(truncate(adjust(logits) / temperature) + gumbel(key))
 
   Under rounding of the logits only a near-tie can flip the choice.
 
   Args:
     logits: [N, V] float32.
     keys: [N] keys, see `noise_keys`.
-    temperature: [N] float32; 0 is greedy (argmax, the first of equals).
-    top_k: [N] int32, 0 is off.
-    top_p: [N] float32, 1 is off.
+    request: of the N sequences; greedy takes the first of equals.
+    counts: [N] int32: tokens that each has drawn so far.
 
   Returns:
-    tokens [N] int32, and their log-probs [N] float32 under the policy at this
-    temperature *before* truncation; greedy rows report temperature 1.
+    tokens [N] int32; their log-probs [N] float32 under the policy at this
+    temperature, before biases and truncation (greedy rows report temperature
+    1); and their log-probs under the distribution they were drawn from (0 for
+    greedy rows, which had no choice).
   """
-  chex.assert_rank([logits, keys, temperature], [2, 1, 1])
+  chex.assert_rank([logits, keys, counts], [2, 1, 1])
   logits = logits.astype(jnp.float32)
-  greedy = temperature <= 0.0
+  greedy = request.temperature <= 0.0
+  heat = jnp.where(greedy, 1.0, request.temperature)[:, None]
   # The largest becomes exactly 0 before the division: at a low temperature the
   # log-probs would be differences of large, rounded numbers otherwise.
-  shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-  tempered = shifted / jnp.where(greedy, 1.0, temperature)[:, None]
-  # Both branches are decided at run time by the requests: changing them does
-  # not recompile, and sorting 49k logits is paid only where it is asked for.
-  wanted = ~greedy & ((top_k > 0) | (top_p < 1.0))
-  candidates = jax.lax.cond(
-    jnp.any(wanted), truncate, lambda x, k, p: x, tempered, top_k, top_p
+  temper = lambda x: (x - jnp.max(x, axis=-1, keepdims=True)) / heat
+  tempered = temper(logits)
+
+  # All branches are decided at run time by the requests: changing them does
+  # not recompile, and what is not asked for (sorting 49k logits) costs nothing.
+  changed = jnp.any(request.bias_ids >= 0, axis=1)
+  changed |= (counts < request.min_new_tokens) & jnp.any(
+    request.stop_ids >= 0, axis=1
   )
-  candidates = jnp.where(wanted[:, None], candidates, tempered)
+  candidates = jax.lax.cond(
+    jnp.any(changed),
+    lambda: temper(adjust(logits, request, counts)),
+    lambda: tempered,
+  )
+  cut = ~greedy & (
+    (request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0)
+  )
+  settings = request.top_k, request.top_p, request.min_p
+  candidates = jax.lax.cond(
+    jnp.any(cut),
+    lambda: jnp.where(
+      cut[:, None], truncate(candidates, *settings), candidates
+    ),
+    lambda: candidates,
+  )
 
-  def add_noise(x):
-    draw = lambda key: jax.random.gumbel(key, x.shape[1:], jnp.float32)
-    return jnp.where(greedy[:, None], x, x + jax.vmap(draw)(keys))
+  def add_noise():
+    draw = lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+    noisy = candidates + jax.vmap(draw)(keys)
+    return jnp.where(greedy[:, None], candidates, noisy)
 
-  candidates = jax.lax.cond(jnp.all(greedy), lambda x: x, add_noise, candidates)
-  tokens = jnp.argmax(candidates, axis=-1).astype(jnp.int32)  # N
-  chosen = jnp.take_along_axis(tempered, tokens[:, None], axis=-1)[:, 0]
-  return tokens, chosen - jnp.log(jnp.sum(jnp.exp(tempered), axis=-1))
+  noisy = jax.lax.cond(jnp.all(greedy), lambda: candidates, add_noise)
+  tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)  # N
+  logprobs = _log_softmax_at(tempered, tokens)
+  drawn = jax.lax.cond(
+    jnp.any(cut | changed),
+    lambda: _log_softmax_at(candidates, tokens),
+    lambda: logprobs,
+  )
+  return tokens, logprobs, jnp.where(greedy, 0.0, drawn)
+
+
+def _log_softmax_at(logits, tokens):
+  """Of logits [N, V] whose largest is 0, at tokens [N]."""
+  chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+  return chosen - jnp.log(jnp.sum(jnp.exp(logits), axis=-1))

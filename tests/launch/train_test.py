@@ -257,7 +257,7 @@ def test_running_again_changes_nothing(finished, capsys):
 def test_refusals_change_nothing(finished, tmp_path):
   before = _snapshot(finished)
   with pytest.raises(
-    workdir_lib.Refused, match='algorithm.clip_low: 0.2 -> 0.1'
+    workdir_lib.Refused, match='algorithm.clip_low: None -> 0.1'
   ) as error:
     launch.train(_config(**{'algorithm.clip_low': 0.1}), str(finished))
   assert 'checkpoint' not in str(error.value)

@@ -1,8 +1,9 @@
-"""Prefill against the full forward pass; `append` without a model."""
+"""Prefill against the full forward pass; slots without a model."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlhf_jax import keys as keys_lib
 from rlhf_jax import testing
@@ -15,27 +16,22 @@ _CONFIG = testing.tiny_config(init_std=0.4)
 _KEY = keys_lib.key(0, 'rollout', 0)
 
 
-def _state(lengths, limits, width=8):
-  count = len(lengths)
-  return decode.State(
-    cache=None,
-    tokens=jnp.full((count, width), 7, jnp.int32),
-    logprobs=jnp.zeros((count, width)),
-    lengths=jnp.array(lengths, jnp.int32),
-    limits=jnp.array(limits, jnp.int32),
-    done=jnp.zeros(count, bool),
-    stopped=jnp.zeros(count, bool),
-  )
-
-
-def _greedy(count, stop_ids):
-  return decode.Request(
-    samples=jnp.arange(count, dtype=jnp.int32),
-    temperature=jnp.zeros(count),
-    top_k=jnp.zeros(count, jnp.int32),
-    top_p=jnp.ones(count),
-    max_new_tokens=jnp.full(count, 9, jnp.int32),
-    stop_ids=jnp.array(stop_ids, jnp.int32),
+def _state(counts, limits, stop_ids=(2, 5), width=5) -> decode.State:
+  """Greedy slots that have drawn so many tokens, all 7."""
+  slots = len(counts)
+  state = decode.empty(_CONFIG, slots, 4, width, (4, 0), jnp.float32)
+  ids = np.full((slots, 4), -1, np.int32)
+  ids[:, : len(stop_ids)] = stop_ids
+  return state.replace(
+    request=state.request.replace(
+      address=jnp.arange(slots),
+      max_new_tokens=jnp.array(limits, jnp.int32),
+      stop_ids=jnp.asarray(ids),
+    ),
+    prompt_lengths=jnp.full(slots, 3, jnp.int32),
+    counts=jnp.array(counts, jnp.int32),
+    tokens=jnp.full((slots, width), 7, jnp.int32),
+    done=jnp.zeros(slots, bool),
   )
 
 
@@ -45,53 +41,67 @@ def _towards(tokens):
 
 
 def test_append_ends_at_stop_ids_and_limits():
-  request = _greedy(4, [2, 5, -1, -1])
-  state = _state(lengths=[3, 3, 3, 4], limits=[8, 4, 4, 8])
+  state = _state(counts=[1, 1, 1, 2], limits=[5, 2, 2, 5])
   # Row 0 stops at once; row 1 runs into its limit; row 2 stops with its last
   # allowed token, so it is not cut; row 3 goes on.
-  state = decode.append(state, _towards([2, 1, 5, 0]), request, _KEY)
-  assert state.lengths.tolist() == [4, 4, 4, 5]
+  state = decode.append(state, _towards([2, 1, 5, 0]), _KEY)
+  assert state.counts.tolist() == [2, 2, 2, 3]
   assert state.done.tolist() == [True, True, True, False]
   assert state.stopped.tolist() == [True, False, True, False]
   np.testing.assert_array_equal(
     state.tokens,
-    [
-      [7, 7, 7, 2, 7, 7, 7, 7],
-      [7, 7, 7, 1, 7, 7, 7, 7],
-      [7, 7, 7, 5, 7, 7, 7, 7],
-      [7, 7, 7, 7, 0, 7, 7, 7],
-    ],
+    [[7, 2, 7, 7, 7], [7, 1, 7, 7, 7], [7, 5, 7, 7, 7], [7, 7, 0, 7, 7]],
   )
   # log softmax of (5, 0, 0, 0, 0, 0): 5 - log(e^5 + 5) = -0.033135.
-  expected = np.zeros((4, 8))
-  expected[[0, 1, 2, 3], [3, 3, 3, 4]] = -0.033135
+  expected = np.zeros((4, 5))
+  expected[[0, 1, 2, 3], [1, 1, 1, 2]] = -0.033135
   np.testing.assert_allclose(state.logprobs, expected, atol=1e-6)
   # Rows that are done change no more, whatever is drawn; a stop id then does
   # not turn a cut sequence into a stopped one.
-  after = decode.append(state, _towards([3, 2, 3, 5]), request, _KEY)
-  assert after.lengths.tolist() == [4, 4, 4, 6]
+  after = decode.append(state, _towards([3, 2, 3, 5]), _KEY)
+  assert after.counts.tolist() == [2, 2, 2, 4]
   assert after.stopped.tolist() == [True, False, True, True]
   np.testing.assert_array_equal(after.tokens[:3], state.tokens[:3])
   np.testing.assert_array_equal(after.logprobs[:3], state.logprobs[:3])
-  assert after.tokens[3].tolist() == [7, 7, 7, 7, 0, 5, 7, 7]
+  assert after.tokens[3].tolist() == [7, 7, 0, 5, 7]
+  assert after.newest.tolist() == [2, 1, 5, 5]
 
 
 def test_append_draws_with_the_position_of_the_token():
-  request = _greedy(2, [-1]).replace(temperature=jnp.ones(2))
-  logits = jnp.zeros((2, 500))
-  a = decode.append(_state([2, 3], [8, 8]), logits, request, _KEY)
-  for row, at in ((0, 2), (1, 3)):
+  state = _state([1, 2], [5, 5], stop_ids=())
+  state = state.replace(request=state.request.replace(temperature=jnp.ones(2)))
+  after = decode.append(state, jnp.zeros((2, 500)), _KEY)
+  for row, at in ((0, 4), (1, 5)):  # prompts of 3, and what was drawn
     key = jax.random.fold_in(jax.random.fold_in(_KEY, row), at)
     noise = jax.random.gumbel(key, (500,), jnp.float32)
-    assert int(a.tokens[row, at]) == int(jnp.argmax(noise))
+    assert int(after.tokens[row, at - 3]) == int(jnp.argmax(noise))
 
 
-def test_prefill_equals_the_full_forward_pass():
-  params = spec.init(decoder.specs(_CONFIG), jax.random.key(0))
-  rng = np.random.default_rng(0)
-  tokens = rng.integers(0, 37, (3, 7)).astype(np.int32)
+@pytest.fixture(scope='module')
+def params():
+  return spec.init(decoder.specs(_CONFIG), jax.random.key(0))
+
+
+def _prompts():
+  """Three prompts of 3, 7 and 5 tokens; all begin with the same two."""
+  tokens = np.random.default_rng(0).integers(0, 37, (3, 7)).astype(np.int32)
   tokens[:, :2] = tokens[0, :2]
-  lengths = np.array([3, 7, 5], np.int32)
+  return tokens, np.array([3, 7, 5], np.int32)
+
+
+def _prefill(params, begin):
+  tokens, lengths = _prompts()
+  options = dict(config=_CONFIG, dtype=jnp.float32)
+  prefix = None
+  if begin:
+    prefix = decode.prefix_cache(params, tokens[0, :begin], **options)
+  return prefix, decode.prefill(
+    params, prefix, tokens[:, begin:], lengths - begin, **options
+  )
+
+
+def test_prefill_equals_the_full_forward_pass(params):
+  tokens, lengths = _prompts()
   states = decoder.hidden(
     params,
     _CONFIG,
@@ -101,31 +111,77 @@ def test_prefill_equals_the_full_forward_pass():
   )
   last = jnp.take_along_axis(states, lengths[:, None, None] - 1, axis=1)[:, 0]
   expected = decoder.logits(params, _CONFIG, last)
-  prefill = jax.jit(decode.prefill, static_argnums=(1, 5, 6))
-  caches = []
-  for begin in (0, 2):
-    logits, cache = prefill(
-        params, _CONFIG, tokens[0, :begin], tokens[:, begin:], lengths, 10,
-        jnp.float32,
-    )  # fmt: skip
-    testing.assert_close(logits, expected, 'teacher_forced')
-    assert cache.keys.shape == (2, 3, 10, 2, 6)
-    # Slots of padding stay empty; those of tokens do not.
-    real = np.arange(10)[None] < lengths[:, None]
-    filled = np.abs(np.asarray(cache.keys)).max((0, 3, 4)) > 0
-    np.testing.assert_array_equal(filled, real)
-    caches.append(cache)
-  for a, b in zip(jax.tree.leaves(caches[0]), jax.tree.leaves(caches[1])):
-    testing.assert_close(a, b, 'layout_float32')
+  _, whole = _prefill(params, 0)
+  prefix, behind = _prefill(params, 2)
+  for prefilled in (whole, behind):
+    testing.assert_close(prefilled.logits, expected, 'teacher_forced')
+  assert whole.cache.keys.shape == (2, 3, 2, 7, 6)  # G B H W E
+  # The cache behind the prefix, and the prefix itself, are parts of the whole.
+  real = np.arange(7)[None] < lengths[:, None]
+  for a, b, c in zip(
+    jax.tree.leaves(whole.cache), jax.tree.leaves(behind.cache), prefix
+  ):
+    a, b = (np.moveaxis(np.asarray(x), 3, 1) for x in (a, b))  # G W B H E
+    testing.assert_close(
+      b[:, real.T[2:]], a[:, 2:][:, real.T[2:]], 'layout_float32'
+    )
+    early = np.moveaxis(np.asarray(c), 2, 1)[:, :, None]  # G P 1 H E
+    testing.assert_close(
+      np.broadcast_to(early, a[:, :2].shape), a[:, :2], 'layout_float32'
+    )
 
 
-def test_cache_repeats_each_prompt_and_knows_its_bytes():
+def test_insert_fills_slots_and_leaves_the_others(params):
+  _, prefilled = _prefill(params, 0)
+  state = decode.empty(_CONFIG, 4, 9, 5, (4, 0), jnp.float32)
+  marked = state.cache.keys.at[:, :, :, 8].set(3.0)
+  state = state.replace(cache=state.cache.replace(keys=marked))
+  # Prompt 2 into slot 3, prompt 0 into slot 1; the third place is none.
+  request = jax.tree.map(lambda x: x[:3], state.request)
+  request = request.replace(
+    max_new_tokens=jnp.array([1, 4, 4], jnp.int32),
+    address=jnp.arange(3),
+  )
+  after = decode.insert(
+    state,
+    prefilled,
+    np.array([2, 0, 1], np.int32),
+    np.array([3, 1, 4], np.int32),
+    request,
+    np.array([5, 3, 7], np.int32),
+    _KEY,
+    np.int32(2),
+  )
+  assert after.prompt_lengths.tolist() == [1, 3, 1, 5]
+  assert after.counts.tolist() == [0, 1, 0, 1]
+  assert after.done.tolist() == [True, False, True, True]  # a limit of one
+  assert not after.stopped.any()
+  best = np.asarray(prefilled.logits).argmax(-1)
+  assert after.newest.tolist() == [0, best[0], 0, best[2]]
+  keys, source = np.asarray(after.cache.keys), np.asarray(prefilled.cache.keys)
+  np.testing.assert_array_equal(keys[:, 3, :, :7], source[:, 2])
+  np.testing.assert_array_equal(keys[:, 1, :, :7], source[:, 0])
+  assert not keys[:, [0, 2], :, :7].any() and (keys[:, :, :, 8] == 3).all()
+
+
+def test_keep_and_grow():
+  state = _state([1, 2, 3], [5, 5, 5])
+  numbered = jax.tree.map(
+    lambda x: x + jnp.arange(3.0).reshape(1, 3, 1, 1, 1), state.cache
+  )
+  kept = decode.keep(state.replace(cache=numbered), np.array([2, 0], np.int32))
+  assert kept.counts.tolist() == [3, 1]
+  assert kept.request.address.tolist() == [2, 0]
+  assert kept.cache.keys[0, :, 0, 0, 0].tolist() == [2, 0]
+  grown = decode.grow(kept, 6)
+  assert grown.cache.keys.shape == (2, 2, 2, 6, 6)
+  assert grown.cache.keys[0, 0, 0, :, 0].tolist() == [2, 2, 2, 2, 0, 0]
+  ended = decode.release(grown, np.array([False, True]))
+  assert ended.done.tolist() == [False, True]
+
+
+def test_bytes_of_a_cache():
   cache = cache_lib.zeros(_CONFIG, 3, 4, jnp.bfloat16)
-  # 2 (keys, values) * 2 layers * 3 rows * 4 slots * 2 heads * 6 * 2 bytes.
+  # 2 (keys, values) * 2 layers * 3 rows * 2 heads * 4 places * 6 * 2 bytes.
   assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 1152
   assert cache_lib.nbytes(_CONFIG, 3, 4, jnp.bfloat16) == 1152
-  numbered = jax.tree.map(
-    lambda x: x + jnp.arange(3).reshape(1, 3, 1, 1, 1).astype(x.dtype), cache
-  )
-  repeated = cache_lib.repeat(numbered, 2)
-  assert repeated.values[0, :, 0, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]

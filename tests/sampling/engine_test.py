@@ -152,12 +152,13 @@ def _cut(rollout, stop_ids):
     tokens=np.where(inside, rollout.tokens, 0),
     mask=rollout.mask & inside,
     logprobs=np.where(inside, rollout.logprobs, 0),
+    drawn_logprobs=np.where(inside, rollout.drawn_logprobs, 0),
     truncated=~stopped,
   )
 
 
 def _compiled():
-  return decode.start._cache_size(), decode.advance._cache_size()
+  return engine.programs()
 
 
 def test_rollout_keeps_its_contract(base):
@@ -316,21 +317,21 @@ def test_other_padding_gives_the_same_tokens(world, base):
 
 
 def _spy_on_prefix(monkeypatch):
-  """Records how many prefix tokens `decode.start` is given."""
-  sizes, start = [], decode.start
+  """Records how many prefix tokens `decode.prefix_cache` is given."""
+  sizes, run = [], decode.prefix_cache
 
-  def record(params, prefix, *args, **kwargs):
+  def record(params, prefix, **kwargs):
     sizes.append(len(prefix))
-    return start(params, prefix, *args, **kwargs)
+    return run(params, prefix, **kwargs)
 
-  monkeypatch.setattr(decode, 'start', record)
+  monkeypatch.setattr(decode, 'prefix_cache', record)
   return sizes
 
 
 def test_shared_prefix_gives_the_same_tokens(world, base, monkeypatch):
   sizes = _spy_on_prefix(monkeypatch)
   rollout = world.generate(prefix=_PREFIX)
-  assert sizes == [2, 2]
+  assert sizes == [2]
   assert rollout.prompt_lengths.tolist() == base.prompt_lengths.tolist()
   _assert_same_up_to_ties(world.params, base, rollout)
 
@@ -342,16 +343,17 @@ def test_prefix_that_not_all_prompts_continue_is_not_used(
   # No prompt begins so; one of them ends with it; only some begin so.
   for prefix in (np.array([4, 11]), _PROMPTS[0], np.array([11, 4, 9])):
     _assert_equal(world.generate(prefix=prefix), base)
-  assert sizes == [0] * 6
+  assert not sizes
 
 
 @pytest.mark.parametrize('sizes', [dict(fsdp=8), dict(fsdp=4, tensor=2)])
 def test_eight_devices_equal_one(world, base, sizes):
-  before = _compiled()
-  rollout = world.generate(mesh=mesh_lib.make(**sizes))
+  mesh = mesh_lib.make(**sizes)
+  rollout = world.generate(mesh=mesh)
   _assert_same_up_to_ties(world.params, base, rollout)
-  # One program of each kind, whatever the wave and the chunk.
-  assert np.subtract(_compiled(), before).tolist() == [1, 1]
+  before = _compiled()
+  _assert_equal(world.generate(mesh=mesh), rollout)
+  assert _compiled() == before
 
 
 @pytest.mark.parametrize(
@@ -370,12 +372,17 @@ def test_eight_devices_equal_one(world, base, sizes):
     (dict(top_k=-1), r'top_k must be 0 \(off\) or more.*top_k=-1'),
     (dict(max_new_tokens=0), r'max_new_tokens must lie in 1\.\.8'),
     (dict(max_new_tokens=9), r'max_new_tokens must lie in 1\.\.8.*=9'),
-    (
-      dict(shape=dataclasses.replace(_SHAPE, slots=1)),
-      r'slots=1 .* 2 samples.*raise rollout.slots',
-    ),
+    (dict(min_p=1.5), r'min_p must lie in \[0, 1\]'),
+    (dict(min_new_tokens=9), 'min_new_tokens must not be more than max'),
+    (dict(temperature=np.ones(3)), r'temperature has shape \(3,\), expected'),
+    (dict(stop_ids=[[1], [2]]), 'stop_ids has 2 sets, expected one .* 4'),
+    (dict(stop_ids=range(17)), '17 stop ids .*max_stop_ids=16: raise that'),
+    (dict(bias={n: 1.0 for n in range(17)}), '17 biases .*max_biases=16'),
+    (dict(bias={3: float('nan')}), 'expected a token id of 0 or more and a'),
+    (dict(bias=[{}]), 'bias has 1 entries, expected one mapping, or one'),
   ],
 )
 def test_errors_say_what_to_do(world, kwargs, message):
+  kwargs = dict(prompts=_PROMPTS[:2]) | kwargs
   with pytest.raises(ValueError, match=message):
     world.generate(**kwargs)

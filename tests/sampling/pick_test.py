@@ -21,26 +21,41 @@ def _logits(rows, vocab=23, scale=2.0, seed=0):
   return rng.normal(0, scale, (rows, vocab)).astype(np.float32)
 
 
-def _run(logits, *, samples=None, positions=None, temperature=1.0, top_k=0,
-         top_p=1.0, key=_KEY):  # fmt: skip
-  """`pick` with numbers or arrays for the requests; numpy out."""
+def _run(logits, *, samples=None, positions=None, key=_KEY, counts=0,
+         all_=False, **asked):  # fmt: skip
+  """`pick` with numbers or arrays for the requests; numpy out.
+
+  Tokens and log-probs, with `all_` also those of the drawn distribution.
+  """
   count = len(logits)
   spread = lambda x, dtype: jnp.asarray(
     np.broadcast_to(np.asarray(x, dtype), count)
   )
+  address = spread(np.arange(count) if samples is None else samples, np.int32)
+  ids = lambda name: jnp.asarray(
+    np.broadcast_to(np.asarray(asked.get(name, [-1, -1]), np.int32), (count, 2))
+  )
+  request = pick.Request(
+    address=address,
+    temperature=spread(asked.get('temperature', 1.0), np.float32),
+    top_k=spread(asked.get('top_k', 0), np.int32),
+    top_p=spread(asked.get('top_p', 1.0), np.float32),
+    min_p=spread(asked.get('min_p', 0.0), np.float32),
+    min_new_tokens=spread(asked.get('min_new_tokens', 0), np.int32),
+    max_new_tokens=spread(9, np.int32),
+    stop_ids=ids('stop_ids'),
+    bias_ids=ids('bias_ids'),
+    bias=jnp.asarray(
+      np.broadcast_to(
+        np.asarray(asked.get('bias', [0.0, 0.0]), np.float32), (count, 2)
+      )
+    ),
+  )
   keys = pick.noise_keys(
-    key,
-    spread(np.arange(count) if samples is None else samples, np.int32),
-    spread(0 if positions is None else positions, np.int32),
+    key, address, spread(0 if positions is None else positions, np.int32)
   )
-  out = _pick(
-    jnp.asarray(logits),
-    keys,
-    spread(temperature, np.float32),
-    spread(top_k, np.int32),
-    spread(top_p, np.float32),
-  )
-  return tuple(np.asarray(x) for x in out)
+  out = _pick(jnp.asarray(logits), keys, request, spread(counts, np.int32))
+  return tuple(np.asarray(x) for x in out)[: 3 if all_ else 2]
 
 
 def _kept_reference(logits, k, p):
@@ -72,7 +87,14 @@ def test_truncate_equals_a_loop():
   ]
   logits = _logits(len(requests))
   k, p = (np.array(x) for x in zip(*requests))
-  out = np.asarray(_truncate(logits, k.astype(np.int32), p.astype(np.float32)))
+  out = np.asarray(
+    _truncate(
+      logits,
+      k.astype(np.int32),
+      p.astype(np.float32),
+      np.zeros(len(k), np.float32),
+    )
+  )
   kept = np.array([_kept_reference(*row) for row in zip(logits, k, p)])
   # All sorts of sets occur, otherwise this test says little.
   assert kept.sum(1).min() == 1 and kept.sum(1).max() == 23
@@ -107,7 +129,10 @@ def test_truncate_by_hand(probabilities, k, p, kept):
   with np.errstate(divide='ignore'):
     logits = np.log(np.array([probabilities], np.float32))
   out = pick.truncate(
-    jnp.asarray(logits), jnp.array([k]), jnp.array([p], jnp.float32)
+    jnp.asarray(logits),
+    jnp.array([k]),
+    jnp.array([p], jnp.float32),
+    jnp.zeros(1),
   )
   assert np.isfinite(out)[0].tolist() == [bool(x) for x in kept]
 
@@ -244,3 +269,79 @@ def test_extreme_logits_give_numbers():
       assert np.isfinite(logprobs).all() and (logprobs <= 0).all()
       assert ((tokens >= 0) & (tokens < 23)).all()
       assert tokens[3] == 0 and tokens[4] % 2 == 1
+
+
+# ---- Biases, bans, min-p, minimum length -------------------------------------
+
+
+def test_min_p_by_hand():
+  # Probabilities 0.5, 0.3, 0.15, 0.05: at 0.3 of the largest, 0.15 stays, at
+  # 0.31 it goes; of what the nucleus left, the stricter of both holds.
+  logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+  kept = lambda p, q: np.isfinite(
+    _truncate(logits, jnp.array([0]), jnp.array([p]), jnp.array([q]))
+  )[0].tolist()
+  assert kept(1.0, 0.299) == [True, True, True, False]
+  assert kept(1.0, 0.301) == [True, True, False, False]
+  assert kept(0.4, 0.299) == [True, False, False, False]
+  assert kept(1.0, 0.0) == [True] * 4
+  assert kept(1.0, 1.0) == [True, False, False, False]
+
+
+def test_biases_change_the_draw_and_not_the_policy():
+  logits = _logits(500, vocab=5, scale=0.5)
+  plain, logprobs = _run(logits)
+  # Token 3 banned, token 1 made likelier by ln 4, in half of the rows.
+  bias = np.zeros((500, 2), np.float32)
+  bias[::2] = [-np.inf, np.log(4)]
+  tokens, got, drawn = _run(
+    logits, bias_ids=[3, 1], bias=bias, all_=True, temperature=0.5
+  )
+  assert not (tokens[::2] == 3).any() and (tokens[1::2] == 3).any()
+  assert (tokens[::2] == 1).mean() > (tokens[1::2] == 1).mean() + 0.2
+  # Log-probs are those of the policy; what was drawn from has its own.
+  rows = np.arange(500)
+  np.testing.assert_allclose(
+    got, _log_softmax(logits / 0.5)[rows, tokens], atol=1e-5
+  )
+  changed = logits.copy()
+  changed[::2, 3] = -np.inf
+  changed[::2, 1] += np.log(4)
+  with np.errstate(invalid='ignore'):
+    expected = _log_softmax(changed / 0.5)[rows, tokens]
+  np.testing.assert_allclose(drawn, expected, atol=1e-5)
+  # Rows without a bias are untouched by their neighbours' ones.
+  again, _ = _run(logits, temperature=0.5)
+  np.testing.assert_array_equal(tokens[1::2], again[1::2])
+  assert plain.shape == logprobs.shape
+
+
+def test_no_stop_id_before_the_minimum():
+  logits = np.zeros((6, 3), np.float32)
+  logits[:, 2] = 9.0  # the stop id
+  tokens, _ = _run(
+    logits,
+    stop_ids=[2, -1],
+    temperature=0.0,
+    min_new_tokens=[0, 1, 1, 2, 2, 2],
+    counts=[0, 0, 1, 0, 1, 2],
+  )
+  assert tokens.tolist() == [2, 0, 2, 0, 0, 2]
+
+
+def test_drawn_log_probs_of_a_nucleus():
+  # 0.5, 0.3, 0.15, 0.05 with top_p 0.7: 0.5 and 0.3, of 0.8.
+  logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]] * 40, np.float32))
+  tokens, logprobs, drawn = _run(logits, top_p=0.7, all_=True)
+  assert set(tokens) == {0, 1}
+  np.testing.assert_allclose(
+    drawn, np.log(np.where(tokens == 0, 0.5, 0.3) / 0.8), atol=1e-5
+  )
+  np.testing.assert_allclose(
+    logprobs, np.log(np.where(tokens == 0, 0.5, 0.3)), atol=1e-5
+  )
+  # Nothing truncated: the same number. Greedy: there was no choice.
+  _, logprobs, drawn = _run(logits, all_=True)
+  np.testing.assert_array_equal(logprobs, drawn)
+  _, _, drawn = _run(logits, temperature=0.0, all_=True)
+  np.testing.assert_array_equal(drawn, np.zeros(40))

@@ -445,9 +445,10 @@ def _scored(score, params, rollout, mesh):
     rows_per_microbatch=8,
     share_prefix=False,
   )
-  return experience_lib.run_score(
+  scores, _ = experience_lib.run_score(
     score, params, minibatches, rollout, rows_per_microbatch=8, mesh=mesh
-  )[0].logprobs
+  )
+  return scores.logprobs if scores.values is None else scores.values
 
 
 def _at_first(score, params, mesh):
