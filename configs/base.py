@@ -89,6 +89,8 @@ def get_config() -> ConfigDict:
   config.rollout.temperature = 1.0  # above 0; divides every logit
   config.rollout.top_k = 0  # tokens, 0 = off
   config.rollout.top_p = 1.0  # probability mass, 1 = off
+  config.rollout.min_p = 0.0  # share of the likeliest token's, 0 = off
+  config.rollout.min_new_tokens = 0  # tokens before which no stop is drawn
   config.rollout.stop = ()  # strings of one token each that end a response
   config.rollout.slots = 256  # sequences that decode at the same time
   config.rollout.share_prefix = True  # compute what all prompts share once
@@ -111,9 +113,14 @@ def get_config() -> ConfigDict:
   config.algorithm.normalize_std = True
   config.algorithm.bootstrap_truncated = False  # value after a cut sequence
   config.algorithm.mask_truncated = False  # cut sequences do not train
+  config.algorithm.truncated_penalty = 0.0  # taken off the score of a cut one
   # Groups of equal scores have no advantage (grpo, rloo ...): leave them out of
   # the update, with their part in the KL loss and in the metrics of the update.
   config.algorithm.drop_uniform_groups = False
+  # Or sample new prompts in their place (DAPO).
+  config.algorithm.dynamic_sampling = ConfigDict(
+    dict(rounds=0)  # of replacement, at most; 0 = off
+  )
   # ppo | gspo | cispo | sapo | geo_mean | clip_cov | kl_cov | dppo_tv |
   # dppo_kl | dro | gpg | reinforce
   config.algorithm.policy_loss = 'ppo'

@@ -4,6 +4,7 @@ import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax import types
 
@@ -43,6 +44,36 @@ def noise_keys(
   """
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, addresses)
   return jax.vmap(jax.random.fold_in)(fold, positions)
+
+
+def noise(keys: types.Array, vocab: int) -> types.Array:
+  """Standard Gumbel noise for every token, [N, V] float32.
+
+    -log(-log u),  u = hash(key, token) in 2^-24 .. 1 - 2^-24
+
+  The key of a row is threefry's; a token's bits are two rounds of a mixing
+  function over its number and the key's two words.  Threefry for each of the
+  tokens costs ten times as much, which a decode step of a few rows would feel.
+
+  Args:
+    keys: [N] threefry keys.
+    vocab: V.
+
+  Source of the mixing constants: https://github.com/skeeto/hash-prospector
+  """
+  words = jax.random.key_data(keys)  # N 2
+
+  def mix(x):
+    x ^= x >> 16
+    x *= jnp.uint32(0x21F0AAAD)
+    x ^= x >> 15
+    x *= jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
+
+  token = jnp.arange(vocab, dtype=jnp.uint32)[None] * jnp.uint32(0x9E3779B9)
+  bits = mix(mix(token ^ words[:, :1]) + words[:, 1:])
+  uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2.0**-23)
+  return -jnp.log(-jnp.log(uniform))
 
 
 def truncate(
@@ -115,7 +146,7 @@ def pick(
 ) -> tuple[types.Array, types.Array, types.Array]:
   """Draws one token a row by the Gumbel-argmax rule.
 
-    token = argmax(truncate(adjust(logits) / temperature) + gumbel(key))
+    token = argmax(truncate(adjust(logits) / temperature) + noise(key))
 
   Under rounding of the logits only a near-tie can flip the choice.
 
@@ -134,49 +165,61 @@ def pick(
   chex.assert_rank([logits, keys, counts], [2, 1, 1])
   logits = logits.astype(jnp.float32)
   greedy = request.temperature <= 0.0
-  heat = jnp.where(greedy, 1.0, request.temperature)[:, None]
-  # The largest becomes exactly 0 before the division: at a low temperature the
-  # log-probs would be differences of large, rounded numbers otherwise.
-  temper = lambda x: (x - jnp.max(x, axis=-1, keepdims=True)) / heat
-  tempered = temper(logits)
-
-  # All branches are decided at run time by the requests: changing them does
-  # not recompile, and what is not asked for (sorting 49k logits) costs nothing.
   changed = jnp.any(request.bias_ids >= 0, axis=1)
   changed |= (counts < request.min_new_tokens) & jnp.any(
     request.stop_ids >= 0, axis=1
   )
-  candidates = jax.lax.cond(
-    jnp.any(changed),
-    lambda: temper(adjust(logits, request, counts)),
-    lambda: tempered,
-  )
-  cut = ~greedy & (
-    (request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0)
-  )
-  settings = request.top_k, request.top_p, request.min_p
-  candidates = jax.lax.cond(
-    jnp.any(cut),
-    lambda: jnp.where(
+  cut = (request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0)
+  cut &= ~greedy
+  heat = jnp.where(greedy, 1.0, request.temperature)[:, None]
+  loud = jnp.where(greedy, 0.0, 1.0)[:, None]  # greedy rows have no noise
+  # The largest becomes exactly 0 before the division: at a low temperature the
+  # log-probs would be differences of large, rounded numbers otherwise.
+  temper = lambda x: (x - jnp.max(x, axis=-1, keepdims=True)) / heat
+
+  # The requests decide at run time which of these runs: changing them does not
+  # recompile, and what no row asks for (sorting 49k logits) costs nothing.
+  def all_greedy():
+    tempered = temper(logits)
+    tokens = _first_largest(tempered)
+    return tokens, _log_softmax_at(tempered, tokens), jnp.zeros(greedy.shape)
+
+  def plain():
+    tempered = temper(logits)
+    tokens = _first_largest(tempered + loud * noise(keys, logits.shape[1]))
+    logprobs = _log_softmax_at(tempered, tokens)
+    return tokens, logprobs, jnp.where(greedy, 0.0, logprobs)
+
+  def anything():
+    tempered = temper(logits)
+    candidates = temper(adjust(logits, request, counts))
+    candidates = jnp.where(changed[:, None], candidates, tempered)
+    settings = request.top_k, request.top_p, request.min_p
+    candidates = jnp.where(
       cut[:, None], truncate(candidates, *settings), candidates
-    ),
-    lambda: candidates,
-  )
+    )
+    tokens = _first_largest(candidates + loud * noise(keys, logits.shape[1]))
+    drawn = _log_softmax_at(candidates, tokens)
+    logprobs = _log_softmax_at(tempered, tokens)
+    drawn = jnp.where(changed | cut, drawn, logprobs)
+    return tokens, logprobs, jnp.where(greedy, 0.0, drawn)
 
-  def add_noise():
-    draw = lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32)
-    noisy = candidates + jax.vmap(draw)(keys)
-    return jnp.where(greedy[:, None], candidates, noisy)
+  which = jnp.where(jnp.any(changed | cut), 2, jnp.where(jnp.all(greedy), 0, 1))
+  return jax.lax.switch(which, (all_greedy, plain, anything))
 
-  noisy = jax.lax.cond(jnp.all(greedy), lambda: candidates, add_noise)
-  tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)  # N
-  logprobs = _log_softmax_at(tempered, tokens)
-  drawn = jax.lax.cond(
-    jnp.any(cut | changed),
-    lambda: _log_softmax_at(candidates, tokens),
-    lambda: logprobs,
-  )
-  return tokens, logprobs, jnp.where(greedy, 0.0, drawn)
+
+def _first_largest(x: types.Array) -> types.Array:
+  """`argmax` over the last axis, [N, V] -> [N] int32.
+
+  As two plain reductions: XLA on the CPU makes `argmax` a loop over pairs that
+  takes five times as long, and would compute the noise once more inside.
+  """
+  x = jax.lax.optimization_barrier(x)
+  largest = jnp.max(x, axis=-1, keepdims=True)
+  place = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
+  found = jnp.min(jnp.where(x == largest, place, x.shape[-1]), axis=-1)
+  # A row of NaN has no largest: any token, rather than one past the end.
+  return jnp.minimum(found, x.shape[-1] - 1)
 
 
 def _log_softmax_at(logits, tokens):

@@ -378,6 +378,23 @@ def _check_combinations(config):
       ' kl_reward',
     ),
     (
+      algorithm.dynamic_sampling.rounds > 0
+      and estimator not in advantages.GROUP_ESTIMATORS,
+      'algorithm.dynamic_sampling replaces groups of equal scores, which'
+      f' {estimator} can learn from as well: set rounds to 0, or use one of'
+      f' {sorted(advantages.GROUP_ESTIMATORS)}',
+    ),
+    (
+      algorithm.mask_truncated and algorithm.truncated_penalty != 0,
+      'algorithm.truncated_penalty is never seen where mask_truncated takes'
+      ' cut sequences out: set one of them only',
+    ),
+    (
+      estimator == 'gdpo' and algorithm.truncated_penalty != 0,
+      "algorithm.advantages='gdpo' reads each reward by itself and not the"
+      ' score: use the rule length_penalty instead of truncated_penalty',
+    ),
+    (
       estimator == 'gdpo' and algorithm.kl_reward.coef > 0,
       "algorithm.advantages='gdpo' normalises each reward by itself and has no"
       ' place for a KL in the reward: use algorithm.kl_loss',

@@ -110,6 +110,22 @@ def common(
     ('checkpoint.keep', config.checkpoint.keep >= 1, '1 or more checkpoints'),
     ('rollout.top_k', rollout.top_k >= 0, '0 (off) or more tokens'),
     ('rollout.top_p', 0 < rollout.top_p <= 1, 'in (0, 1], 1 is off'),
+    ('rollout.min_p', 0 <= rollout.min_p <= 1, 'in [0, 1], 0 is off'),
+    (
+      'rollout.min_new_tokens',
+      0 <= rollout.min_new_tokens <= rollout.max_new_tokens,
+      'from 0 to rollout.max_new_tokens',
+    ),
+    (
+      'algorithm.truncated_penalty',
+      config.algorithm.truncated_penalty >= 0,
+      '0 or more',
+    ),
+    (
+      'algorithm.dynamic_sampling.rounds',
+      config.algorithm.dynamic_sampling.rounds >= 0,
+      '0 (off) or more',
+    ),
     ('critic.clip', config.critic.clip >= 0, '0 (off) or more'),
     ('critic.warmup_steps', config.critic.warmup_steps >= 0, '0 or more steps'),
     ('algorithm.gamma', 0 <= config.algorithm.gamma <= 1, 'in [0, 1]'),

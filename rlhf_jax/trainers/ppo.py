@@ -19,7 +19,6 @@ from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import heads
-from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import engine
 from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import checks
@@ -27,6 +26,7 @@ from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
 from rlhf_jax.trainers import roles
+from rlhf_jax.trainers import rollout as rollout_lib
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import update
@@ -51,7 +51,6 @@ def train(
   config, numbers, mesh = setup.config, setup.numbers, setup.mesh
   host = run.host
   algorithm, seed = config.algorithm, config.seed
-  samples = config.rollout.samples_per_prompt
   last_step = setup.first_step + numbers.steps
 
   # ---- Roles and programs: each program is compiled once -----------------
@@ -86,6 +85,8 @@ def train(
   if config.evaluation.only:
     return stage.actor
   passes = measure.programs(plan, learners)
+  with timings('compile'):
+    engine.warm_up(relayout(stage.actor), **setup.sampler(1))
 
   while host.step < last_step:
     timings.clear()
@@ -93,40 +94,31 @@ def train(
     step = host.step
     train_actor = step - setup.first_step >= config.critic.warmup_steps
 
-    # ---- Rollout ----------------------------------------------------------
-    with timings('gen'):
-      prompts = setup.train.batch(host.cursor, config.rollout.prompts_per_step)
-      policy = relayout(stage.actor)
-      generate = functools.partial(
-        engine.generate,
-        policy,
-        [prompt.ids for prompt in prompts],
-        keys.key(seed, 'rollout', step),
-        policy_version=host.policy_version,
-      )
-      rollout = generate(
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-        **setup.sampler(samples),
-      )
-      greedy = None
-      if plan.greedy_baseline:
-        greedy = generate(temperature=0.0, **setup.sampler(1))
-
-    # ---- Rewards, and which sequences take part ---------------------------
-    with timings('reward'):
-      rewards = _rewards(setup, rollout, prompts)
-      baseline = None
-      if greedy is not None:
-        of_prompt = _rewards(setup, greedy, prompts)
-        run.events(of_prompt.events, step + 1)
-        baseline = of_prompt.scores[rollout.group]
+    # ---- Rollout, rewards, and which sequences take part ------------------
+    with timings('relayout'):
+      policy = jax.block_until_ready(relayout(stage.actor))
+    sampled = rollout_lib.sample(
+      setup,
+      policy,
+      step=step,
+      cursor=host.cursor,
+      policy_version=host.policy_version,
+      greedy_baseline=plan.greedy_baseline,
+      timings=timings,
+    )
+    del policy  # as large as the weights: freed before the update
+    rollout, prompts, rewards = (
+      sampled.rollout,
+      sampled.prompts,
+      sampled.rewards,
+    )
     run.events(rewards.events, step + 1)
     rejected = experience_lib.rejected(
       rollout,
       # Without a baseline there is nothing to compare a score with.
-      rewards.scores if baseline is None else rewards.scores + 0 * baseline,
+      rewards.scores
+      if sampled.baseline is None
+      else rewards.scores + 0 * sampled.baseline,
       truncated=algorithm.mask_truncated,
       uniform_groups=algorithm.drop_uniform_groups,
     )
@@ -146,7 +138,7 @@ def train(
     seen = measure.measure(
       plan, passes, stage, minibatches, rollout, timings=timings, **rows
     )
-    measured, weights = {}, None
+    measured, weights = sampled.metrics, None
     if plan.old_pass and not plan.reuse:
       arrays = seen.old_logprobs, rollout.logprobs, rollout.mask
       measured |= update.sampler_gap(*arrays)
@@ -179,7 +171,7 @@ def train(
         kl=penalty,
         kl_coef=host.kl_reward.coef,
         reward_weights=list(setup.reward_weights.values()),
-        baseline=baseline,
+        baseline=sampled.baseline,
         sum_squares=seen.sum_squares,
         importance=weights,
       )
@@ -247,7 +239,7 @@ def train(
     computed = metrics.compute(measured)
     computed['actor/kl_coef'] = host.kl_loss.coef
     host.step += 1
-    host.cursor += config.rollout.prompts_per_step
+    host.cursor += sampled.prompts_read
     host.policy_version += len(order) * train_actor
     run.count_skipped(computed)
     run.watch_kl(computed)
@@ -302,19 +294,6 @@ def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
       setup, 'critic', numbers.steps * numbers.updates_per_step
     )
   return learners
-
-
-def _rewards(setup, rollout, prompts) -> rewards_lib.RewardResult:
-  """Runs all rewards on the responses of a rollout."""
-  asked = evaluate.prompts_of(rollout, prompts)
-  return rewards_lib.evaluate(
-    setup.rewards,
-    setup.reward_weights,
-    evaluate.responses(rollout, setup.tokenizer),
-    [prompt.example for prompt in asked],
-    timeout_s=setup.config.reward_timeout_s,
-    default=setup.config.reward_on_timeout,
-  )
 
 
 def _penalty(section, seen: measure.Measured, mask) -> np.ndarray:

@@ -11,6 +11,7 @@ from rlhf_jax.models import decoder
 from rlhf_jax.models import spec
 from rlhf_jax.sampling import cache as cache_lib
 from rlhf_jax.sampling import decode
+from rlhf_jax.sampling import pick
 
 _CONFIG = testing.tiny_config(init_std=0.4)
 _KEY = keys_lib.key(0, 'rollout', 0)
@@ -73,7 +74,7 @@ def test_append_draws_with_the_position_of_the_token():
   after = decode.append(state, jnp.zeros((2, 500)), _KEY)
   for row, at in ((0, 4), (1, 5)):  # prompts of 3, and what was drawn
     key = jax.random.fold_in(jax.random.fold_in(_KEY, row), at)
-    noise = jax.random.gumbel(key, (500,), jnp.float32)
+    noise = pick.noise(key[None], 500)[0]
     assert int(after.tokens[row, at - 3]) == int(jnp.argmax(noise))
 
 

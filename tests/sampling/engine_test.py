@@ -129,7 +129,7 @@ def _assert_same_up_to_ties(params, a, b, temperature=0.7):
       b.logprobs[row, :at], a.logprobs[row, :at], 'teacher_forced'
     )
     key = pick.noise_keys(_KEY, jnp.array([row]), jnp.array([at]))[0]
-    noise = jax.random.gumbel(key, (_CONFIG.vocab_size,), jnp.float32)
+    noise = pick.noise(key[None], _CONFIG.vocab_size)[0]
     scores = _logits(params, a.tokens)[row, at] / temperature + noise
     gap = scores[a.tokens[row, at]] - scores[b.tokens[row, at]]
     assert abs(float(gap)) < 1e-3, f'row {row}, token {at}: no tie, gap {gap}'

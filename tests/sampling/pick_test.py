@@ -172,7 +172,7 @@ def test_a_choice_is_gumbel_argmax_over_the_kept_tokens():
   tokens, _ = _run(logits, temperature=0.7, top_k=k, top_p=p, positions=5)
   for row in range(40):
     key = jax.random.fold_in(jax.random.fold_in(_KEY, row), 5)
-    noise = np.asarray(jax.random.gumbel(key, (23,), jnp.float32))
+    noise = np.asarray(pick.noise(key[None], 23)[0])
     tempered = (logits[row] - logits[row].max()) / np.float32(0.7)
     kept = _kept_reference(tempered, k[row], p[row])
     assert tokens[row] == np.where(kept, tempered + noise, -np.inf).argmax()
@@ -345,3 +345,42 @@ def test_drawn_log_probs_of_a_nucleus():
   np.testing.assert_array_equal(logprobs, drawn)
   _, _, drawn = _run(logits, temperature=0.0, all_=True)
   np.testing.assert_array_equal(drawn, np.zeros(40))
+
+
+# ---- The noise --------------------------------------------------------------
+
+
+def _noise(addresses, positions, vocab):
+  keys = pick.noise_keys(
+    _KEY, jnp.asarray(addresses, jnp.int32), jnp.asarray(positions, jnp.int32)
+  )
+  return np.asarray(pick.noise(keys, vocab), np.float64)
+
+
+def test_noise_is_standard_gumbel():
+  x = _noise(np.arange(64), np.zeros(64), 4096)
+  assert np.isfinite(x).all()
+  count = x.size
+  # Mean 0.57722 and variance pi^2 / 6; 5 standard errors of each.
+  assert abs(x.mean() - 0.5772157) < 5 * (np.pi**2 / 6 / count) ** 0.5
+  assert abs(x.var() - np.pi**2 / 6) < 5 * (4.4 * np.pi**4 / 36 / count) ** 0.5
+  # exp(-exp(-x)) is uniform: 64 bins of 4096, chi-square within 5 deviations.
+  uniform = np.exp(-np.exp(-x))
+  counts, _ = np.histogram(uniform, 64, (0, 1))
+  square = ((counts - count / 64) ** 2 / (count / 64)).sum()
+  assert abs(square - 63) < 5 * (2 * 63) ** 0.5, square
+
+
+@pytest.mark.parametrize(
+  'shift',
+  [(0, 0, 1), (0, 0, 2), (1, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)],
+)
+def test_noise_of_neighbours_is_independent(shift):
+  """Next token, next address, next position: no correlation."""
+  address, position, token = shift
+  a = _noise(np.arange(256), np.arange(256) % 7, 1024)
+  b = _noise(np.arange(256) + address, np.arange(256) % 7 + position, 1024)
+  a, b = a[:, : 1024 - token], b[:, token:]
+  for f in (lambda x: x, np.square, lambda x: x > 2):
+    r = np.corrcoef(f(a).ravel(), f(b).ravel())[0, 1]
+    assert abs(r) < 5 / a.size**0.5, (shift, r)
