@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhf_jax import keys
 from rlhf_jax import metrics
+from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
@@ -106,6 +107,7 @@ def train(
       greedy_baseline=plan.greedy_baseline,
       timings=timings,
     )
+    relayout_bytes = tree.nbytes(policy)
     del policy  # as large as the weights: freed before the update
     rollout, prompts, rewards = (
       sampled.rollout,
@@ -266,6 +268,7 @@ def train(
     computed |= timings | {
       'timing_s/step': seconds,
       'perf/padding': experience_lib.padding(minibatches),
+      'perf/relayout_bytes': relayout_bytes,
       'training/epoch': setup.train.epoch(host.cursor),
     }
     computed |= experience_lib.throughput(

@@ -265,6 +265,17 @@ def describe(setup: Setup) -> list[str]:
     f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
   ]
   if setup.trainer == 'ppo':
+    sampler = setup.sampler(setup.config.rollout.samples_per_prompt)
+    cache = engine.memory(
+      setup.model,
+      sampler['shape'],
+      len(setup.prefix),
+      sampler['dtype'],
+      mesh_lib.data_groups(setup.mesh),
+    )
+    lines.append(
+      f'  rollout cache          {cache:,} bytes at most, over all devices'
+    )
     lines += [f'  note: {note}' for note in algorithm.notes(setup.config)]
   return lines
 

@@ -386,3 +386,148 @@ def test_errors_say_what_to_do(world, kwargs, message):
   kwargs = dict(prompts=_PROMPTS[:2]) | kwargs
   with pytest.raises(ValueError, match=message):
     world.generate(**kwargs)
+
+
+# ---- Continuous batching -----------------------------------------------------
+
+
+_LONG = engine.Shape(
+  max_prompt_tokens=6, max_new_tokens=40, slots=4, samples_per_prompt=2, chunk=8
+)
+
+
+def _many(count):
+  rng = np.random.default_rng(1)
+  return [rng.integers(0, 37, rng.integers(1, 7)) for _ in range(count)]
+
+
+def test_slots_are_refilled_as_sequences_end(world):
+  """20 sequences of 1 to 40 tokens in 4 slots; then all of them at once."""
+  prompts = _many(10)
+  limits = np.random.default_rng(2).integers(1, 41, 20)
+  few = world.generate(prompts, shape=_LONG, max_new_tokens=limits)
+  assert (few.lengths - few.prompt_lengths == limits).all()
+  wide = dataclasses.replace(_LONG, slots=20)
+  many = world.generate(prompts, shape=wide, max_new_tokens=limits)
+  _assert_same_up_to_ties(world.params, many, few)
+  # The host looks at the device far less often than there are tokens.
+  expected = _trainer_logprobs(world.params, few, np.full(20, 0.7))
+  testing.assert_close(few.logprobs, expected, 'teacher_forced')
+
+
+@pytest.mark.parametrize('chunk', [1, 3, 64])
+def test_pieces_are_the_rollout(world, chunk):
+  prompts = _many(5)
+  shape = dataclasses.replace(_LONG, chunk=chunk)
+  stop = [3, 11]
+  whole = world.generate(prompts, shape=shape, stop_ids=stop)
+  mesh = mesh_lib.make(devices=jax.devices()[:1])
+  specs = decoder.specs(_CONFIG)
+  laid_out = engine.relayout_program(mesh, specs, jnp.float32)(world.params)
+  pieces = [
+    piece
+    for some in engine.stream(
+      laid_out, prompts, _KEY, config=_CONFIG, mesh=mesh, shape=shape,
+      stop_ids=stop, temperature=0.7,
+    )
+    for piece in some
+  ]  # fmt: skip
+  for n in range(10):
+    own = [piece for piece in pieces if piece.sequence == n]
+    joined = np.concatenate([piece.tokens for piece in own])
+    begin, end = whole.prompt_lengths[n], whole.lengths[n]
+    np.testing.assert_array_equal(joined, whole.tokens[n, begin:end])
+    # It says once, and last, how it ended.
+    ends = [piece.finish for piece in own]
+    assert ends[:-1] == [None] * (len(own) - 1)
+    assert ends[-1] == ('length' if whole.truncated[n] else 'stop')
+    assert max(len(piece.tokens) for piece in own) <= chunk + 1
+
+
+def test_stop_found_by_the_host(world):
+  """A pair of tokens ends a response, as a stop string does."""
+  prompts = _many(5)
+  base_ = world.generate(prompts, shape=_LONG)
+  begin = base_.prompt_lengths[0]
+  pair = base_.tokens[0, begin + 4 : begin + 6].tolist()
+
+  def find(ids):
+    for end in range(2, len(ids) + 1):
+      if ids[end - 2 : end].tolist() == pair:
+        return end
+    return None
+
+  for chunk in (1, 5, 64):
+    shape = dataclasses.replace(_LONG, chunk=chunk)
+    got = world.generate(prompts, shape=shape, find_stop=find)
+    assert got.lengths[0] == begin + 6 and not got.truncated[0]
+    for n in range(10):
+      own = base_.tokens[n, base_.prompt_lengths[n] : base_.lengths[n]]
+      end = find(own)
+      assert got.truncated[n] == (end is None)
+      kept = len(own) if end is None else end
+      assert got.lengths[n] - got.prompt_lengths[n] == kept
+      np.testing.assert_array_equal(
+        got.tokens[n, got.prompt_lengths[n] : got.lengths[n]], own[:kept]
+      )
+
+
+def test_seeds_are_addresses(world, base):
+  # Sequence 3's seed at sequence 2, which answers the same prompt.
+  seeds = np.arange(10)
+  seeds[2] = 3
+  rollout = world.generate(seeds=seeds)
+  np.testing.assert_array_equal(rollout.tokens[2], base.tokens[3])
+  _assert_equal(rollout, base, rows=[0, 1, *range(3, 10)])
+
+
+def test_bans_and_minimum_lengths(world, base):
+  before = _compiled()
+  first = int(base.tokens[0, base.prompt_lengths[0]])
+  banned = world.generate(bias={first: -np.inf, 5: 2.0})
+  assert not (banned.tokens[banned.mask] == first).any()
+  # Log-probs are the policy's all the same.
+  expected = _trainer_logprobs(world.params, banned, np.full(10, 0.7))
+  testing.assert_close(banned.logprobs, expected, 'teacher_forced')
+  later = world.generate(stop_ids=range(15), min_new_tokens=4)
+  assert (later.lengths - later.prompt_lengths >= 5).any()
+  for n in range(10):
+    own = later.tokens[n, later.prompt_lengths[n] : later.lengths[n]]
+    assert (own[:4] >= 15).all() and (own[:4] > 0).all()
+  # One bias of its own for one sequence leaves the others alone.
+  each = [{} for _ in range(10)]
+  each[4] = {first: -np.inf}
+  _assert_equal(
+    world.generate(bias=each), base, rows=[n for n in range(10) if n != 4]
+  )
+  assert _compiled() == before
+
+
+def test_everything_is_compiled_by_warm_up(world):
+  """Buckets of widths, places and slots: a rollout compiles nothing more."""
+  shape = engine.Shape(
+    max_prompt_tokens=70, max_new_tokens=450, slots=64, samples_per_prompt=1
+  )
+  mesh = mesh_lib.make(devices=jax.devices()[:1])
+  specs = decoder.specs(_CONFIG)
+  laid_out = engine.relayout_program(mesh, specs, jnp.float32)(world.params)
+  options = dict(config=_CONFIG, mesh=mesh, shape=shape)
+  assert engine.warm_up(laid_out, **options) >= 10
+  before = _compiled()
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(0, 37, n) for n in rng.integers(1, 71, 70)]
+  limits = rng.integers(1, 20, 70)
+  limits[3] = 450  # grows the cache, and is alone at the end
+  rollout = world.generate(prompts, shape=shape, max_new_tokens=limits)
+  assert (rollout.lengths - rollout.prompt_lengths == limits).all()
+  assert _compiled() == before
+  expected = _trainer_logprobs(world.params, rollout, np.full(70, 0.7))
+  testing.assert_close(rollout.logprobs, expected, 'teacher_forced')
+
+
+def test_bytes_of_the_cache():
+  # Slots 6 (one bucket), 14 - 2 places; one call of prefill: 6 prompts rounded
+  # down to 4, of 6 - 2 places; the prefix: 2.  2 layers, 2 heads of width 6,
+  # keys and values of 4 bytes: 2 * 2 * 2 * 6 * 4 = 192 bytes a place.
+  expected = 192 * (6 * 12 + 4 * 4 + 2)
+  assert engine.memory(_CONFIG, _SHAPE, 2, jnp.float32) == expected
