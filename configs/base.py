@@ -92,6 +92,9 @@ def get_config() -> ConfigDict:
   config.rollout.min_p = 0.0  # share of the likeliest token's, 0 = off
   config.rollout.min_new_tokens = 0  # tokens before which no stop is drawn
   config.rollout.stop = ()  # strings of one token each that end a response
+  # Strings that end a response wherever they end in its text; looked for every
+  # 16 tokens, and slower than `stop`.
+  config.rollout.stop_strings = ()
   config.rollout.slots = 256  # sequences that decode at the same time
   config.rollout.share_prefix = True  # compute what all prompts share once
   config.rollout.dtype = 'auto'  # float32 | bfloat16 | auto

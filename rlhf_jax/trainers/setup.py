@@ -48,16 +48,30 @@ class Setup:
   def sampler(self, samples_per_prompt: int) -> dict:
     """Keywords of `engine.generate` that stay the same all stage."""
     config = self.config
+    strings = tuple(config.rollout.stop_strings)
+    shape = engine.Shape(
+      max_prompt_tokens=config.data.max_prompt_tokens,
+      max_new_tokens=config.rollout.max_new_tokens,
+      slots=config.rollout.slots,
+      samples_per_prompt=samples_per_prompt,
+      # A stop string is found when the host looks; what was drawn behind it
+      # by then is thrown away.
+      chunk=16 if strings else 64,
+    )
+    find_stop = None
+    if strings:
+      find_stop = tokenizer_lib.stop_finder(
+        self.tokenizer,
+        strings,
+        min_tokens=config.rollout.min_new_tokens,
+        fresh=shape.chunk + 1,
+      )
     return dict(
       config=self.model,
       mesh=self.mesh,
-      shape=engine.Shape(
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=config.rollout.max_new_tokens,
-        slots=config.rollout.slots,
-        samples_per_prompt=samples_per_prompt,
-      ),
+      shape=shape,
       stop_ids=self.stop_ids,
+      find_stop=find_stop,
       prefix=self.prefix,
       dtype=dtype(config.rollout.dtype),
     )
@@ -160,6 +174,8 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   stop = tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)
   if config.model.path:
     stop |= hf.stop_ids(config.model.path)
+  if config.rollout.stop_strings:  # refuses empty ones
+    tokenizer_lib.stop_finder(tokenizer, tuple(config.rollout.stop_strings))
   if not config.data.train.source:
     raise ValueError(
       f'data.train.source is empty: choose one of {sorted(sources.SOURCES)}'

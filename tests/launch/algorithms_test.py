@@ -161,6 +161,13 @@ OTHERS = {
   'max_random': {'algorithm.filtration.method': 'max_random'},
   'entropy': {'algorithm.entropy_coef': 0.1},
   'one update': ON_POLICY,
+  'dynamic sampling': {'algorithm.dynamic_sampling.rounds': 2},
+  'stop strings, min-p': {
+    'rollout.stop_strings': ('\x01\x02', 'a'),
+    'rollout.min_p': 0.001,
+    'rollout.min_new_tokens': 2,
+    'algorithm.truncated_penalty': 0.1,
+  },
 }
 
 
@@ -187,6 +194,10 @@ def test_other_parts_with_grpo(name, tmp_path):
   if name == 'truncated importance':
     mean = first['training/rollout_corr/rollout_is_mean']
     assert mean == pytest.approx(1, abs=1e-4)
+  if 'dynamic' in name:
+    assert first['training/prompts_sampled'] >= 2
+  if 'stop strings' in name:
+    assert first['response_length/min'] >= 2
   if 'rejection' in name:
     share = first['training/rollout_corr/rollout_rs_masked_fraction']
     assert share == 0
