@@ -150,11 +150,13 @@ class Model:
       qkv = x @ heads['qkv']
       out = qkv[:, :width] @ heads['o'].reshape(width, -1)
       both = out @ mlp['gate_up']
-      return both[:, : config.d_mlp] @ mlp['down'], None
+      return both[:, : config.d_mlp] @ mlp['down']
 
     @jax.jit
     def run(x, params):
-      return jax.lax.scan(block, x, params['layers'])[0] @ params['head']
+      for weights in params['layers']:
+        x = block(x, weights)
+      return x @ params['head']
 
     return seconds(
       run, jnp.ones((rows, config.d_model)), self.params, repeat=10
@@ -190,16 +192,16 @@ class Model:
   def attention_seconds(self, rows, context):
     """The attention of a decode step alone."""
     config = self.config
-    cache = jnp.ones(
-      (config.num_layers, rows, config.num_kv_heads, context, config.head_dim)
-    )
+    shape = rows, config.num_kv_heads, context, config.head_dim
+    cache = [jnp.ones(shape) for _ in range(config.num_layers)]
     q = jnp.ones((rows, 1, config.num_heads, config.head_dim))
     mask = jnp.ones((rows, 1, context), bool)
 
     @jax.jit
     def run(q, cache):
-      layer = lambda x, kv: (attention.attend(x, kv, kv, mask), None)
-      return jax.lax.scan(layer, q, cache)[0]
+      for layer in cache:
+        q = attention.attend(q, layer, layer, mask)
+      return q
 
     return seconds(run, q, cache)
 

@@ -1,9 +1,11 @@
 """The decoder: one pure function over packed rows, one over a cache.
 
 Parameters are a nested dict; the layers are stacked on a leading axis and run
-by `lax.scan`, so compile time does not grow with depth.
+by `lax.scan`, so compile time does not grow with depth.  Only the sampler takes
+them apart.
 """
 
+from collections.abc import Sequence
 import math
 from typing import Any
 
@@ -101,73 +103,77 @@ def hidden_cached(
   config: config_lib.ModelConfig,
   tokens: Array,
   positions: Array,
-  cache_keys: Array,
-  cache_values: Array,
+  cache_keys: Sequence[Array],
+  cache_values: Sequence[Array],
   places: Array | None,
   mask: Array,
   *,
-  prefix: tuple[Array, Array] | None = None,
+  prefix: Sequence[tuple[Array, Array]] | None = None,
   dtype: Any = jnp.float32,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
   """Hidden states of new tokens, which attend through a cache.
 
   Each layer first writes the keys and values of the new tokens, then reads
   its whole cache, so `mask` decides what a token sees, itself included.
 
+  The layers are a loop of Python and not a scan: a scan would copy the cache of
+  a layer out of the stack before every product with it.
+
   Args:
-    params: of `specs(config)`, or their `fuse`d form, which is faster here.
+    params: of `specs(config)`, better unstacked (see `unstack` and `fuse`).
     config: static.
     tokens: [B, S] int32: a prompt (S long) or one token each (S = 1).
     positions: [B, S] int32, in the sequence.
-    cache_keys: [G, B, H, C, E].
-    cache_values: [G, B, H, C, E].
+    cache_keys: G arrays [B, H, C, E].
+    cache_values: G arrays [B, H, C, E].
     places: [B, S] int32: the place a token is written to; C drops it.  None is
       the first S places, in order, which needs no scatter.
     mask: [B, S, C] bool: the places that a token sees.
-    prefix: keys and values [G, H, P, E] of earlier tokens that all rows share
-      and see.
+    prefix: G pairs of keys and values [H, P, E], of earlier tokens that all
+      rows share and see.
     dtype: of the computation; the cache may have another.
 
   Returns:
     ([B, S, D] in `dtype`, the caches with the new tokens).
   """
   chex.assert_rank([tokens, positions, mask], [2, 2, 3])
-  chex.assert_equal_shape([cache_keys, cache_values])
   table = _rope_table(config, positions, dtype)
   rows = jnp.arange(tokens.shape[0])[:, None, None]  # B 1 1
   heads = jnp.arange(config.num_kv_heads)[None, None]  # 1 1 H
 
-  def write(cache, layer, new):  # [B, S, H, E] into [G, B, H, C, E]
+  def write(cache, new):  # [B, S, H, E] into [B, H, C, E]
     new = new.astype(cache.dtype)
     if places is None:
-      new = jnp.moveaxis(new, 1, 2)[None]
-      return jax.lax.dynamic_update_slice(cache, new, (layer, 0, 0, 0, 0))
-    at = places[:, :, None]  # B S 1
-    return cache.at[layer, rows, heads, at].set(new, mode='drop')
-
-  # The cache is in the carry and not among the scanned arrays: those would be
-  # copied as a whole, here XLA updates it in place.
-  def block(carry, inputs):
-    x, keys, values, layer = carry
-    weights, shared = inputs
-    weights = _cast(weights, dtype)
-    q, k, v = _project(x, weights, config, table)
-    keys, values = write(keys, layer, k), write(values, layer, v)
-    out = attention.attend(
-      q,
-      keys[layer].astype(dtype),
-      values[layer].astype(dtype),
-      mask,
-      prefix=shared and tuple(x.astype(dtype) for x in shared),
-    )
-    return (_finish(x, out, weights, config), keys, values, layer + 1), None
+      new = jnp.moveaxis(new, 1, 2)
+      return jax.lax.dynamic_update_slice(cache, new, (0, 0, 0, 0))
+    return cache.at[rows, heads, places[:, :, None]].set(new, mode='drop')
 
   x = params['embed'][tokens].astype(dtype)  # B S D
-  carry = x, cache_keys, cache_values, jnp.int32(0)
-  inputs = params['layers'], prefix
-  (x, keys, values, _), _ = jax.lax.scan(block, carry, inputs)
+  all_keys, all_values = [], []
+  for layer, weights in enumerate(unstack(params)['layers']):
+    weights = _cast(weights, dtype)
+    q, k, v = _project(x, weights, config, table)
+    keys, values = write(cache_keys[layer], k), write(cache_values[layer], v)
+    shared = prefix and tuple(a.astype(dtype) for a in prefix[layer])
+    out = attention.attend(
+      q, keys.astype(dtype), values.astype(dtype), mask, prefix=shared
+    )
+    x = _finish(x, out, weights, config)
+    all_keys.append(keys)
+    all_values.append(values)
   norm = params['final_norm'].astype(dtype)
-  return layers.rms_norm(x, norm, config.norm_eps), keys, values
+  hidden_states = layers.rms_norm(x, norm, config.norm_eps)
+  return hidden_states, tuple(all_keys), tuple(all_values)
+
+
+def unstack(params: PyTree) -> PyTree:
+  """The same parameters with a tuple of G layers in place of stacked ones."""
+  stacked = params['layers']
+  if isinstance(stacked, tuple):
+    return params
+  of = lambda layer: jax.tree.map(lambda w: w[layer], stacked)
+  count = len(stacked['attention_norm'])
+  return params | {'layers': tuple(of(i) for i in range(count))}
 
 
 def logits(
@@ -213,9 +219,9 @@ def project_to_vocabulary(x: Array, head: tuple[Array, int]) -> Array:
 def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
   """The same model for decoding: fewer, larger products per token.
 
-  q, k and v become one matrix, gate and up another, and a tied embedding gets
-  a copy [D, V] as the head.  Computed once per weight update, outside the
-  decode loop.  Only `hidden_cached` and `logits` read it.
+  q, k and v become one matrix, gate and up another, a tied embedding gets a
+  copy [D, V] as the head, and layers are unstacked.  Computed once per weight
+  update, outside the decode loop.  Only `hidden_cached` and `logits` read it.
   """
   block, heads = params['layers'], params['layers']['attention']
   mlp = block['mlp']
@@ -247,7 +253,7 @@ def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
   out = _cast({k: w for k, w in params.items() if k != 'layers'}, dtype)
   if 'head' not in out and 'value_head' not in out:
     out['head'] = out['embed'].T
-  return out | {'layers': kept}
+  return unstack(out | {'layers': kept})
 
 
 def _cast(weights: PyTree, dtype: Any) -> PyTree:

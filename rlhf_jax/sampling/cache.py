@@ -10,26 +10,29 @@ from rlhf_jax.models import config as model_config
 
 @struct.dataclass
 class Cache:
-  """Keys and values of all layers; place c of a row holds its position c.
+  """Keys and values of G layers; place c of a row holds its position c.
 
-  Heads come before places: attention then reads each head's places in order.
+  An array per layer, and not one of all: see `decoder.hidden_cached`.  Heads
+  come before places: attention then reads each head's places in order.
   """
 
-  keys: types.Array  # [G, N, H, C, E]
-  values: types.Array  # [G, N, H, C, E]
+  keys: tuple[types.Array, ...]  # G times [N, H, C, E]
+  values: tuple[types.Array, ...]  # G times [N, H, C, E]
 
   @property
   def places(self) -> int:
-    return self.keys.shape[3]
+    return self.keys[0].shape[2]
 
 
 def zeros(
   config: model_config.ModelConfig, rows: int, places: int, dtype: jnp.dtype
 ) -> Cache:
   """An empty cache for `rows` sequences of up to `places` tokens."""
-  heads, width = config.num_kv_heads, config.head_dim
-  shape = (config.num_layers, rows, heads, places, width)
-  return Cache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
+  shape = (rows, config.num_kv_heads, places, config.head_dim)
+  layers = lambda: tuple(
+    jnp.zeros(shape, dtype) for _ in range(config.num_layers)
+  )
+  return Cache(keys=layers(), values=layers())
 
 
 def nbytes(
@@ -42,7 +45,7 @@ def nbytes(
 
 def grow(cache: Cache, places: int) -> Cache:
   """The same cache with room for more tokens a row."""
-  more = [(0, 0)] * 3 + [(0, places - cache.places), (0, 0)]
+  more = [(0, 0), (0, 0), (0, places - cache.places), (0, 0)]
   return jax.tree.map(lambda x: jnp.pad(x, more), cache)
 
 
@@ -68,11 +71,8 @@ def copy_rows(
 
   def copy(i, target):
     def one(target, source):
-      layers, _, heads, places, width = source.shape
-      piece = jax.lax.dynamic_slice(
-        source, (0, rows[i], 0, 0, 0), (layers, 1, heads, places, width)
-      )
-      return jax.lax.dynamic_update_slice(target, piece, (0, slots[i], 0, 0, 0))
+      piece = jax.lax.dynamic_slice_in_dim(source, rows[i], 1)
+      return jax.lax.dynamic_update_slice(target, piece, (slots[i], 0, 0, 0))
 
     return jax.tree.map(one, target, source)
 

@@ -17,6 +17,9 @@ from rlhf_jax.models import decoder
 from rlhf_jax.sampling import cache as cache_lib
 from rlhf_jax.sampling import pick
 
+# Keys and values [H, P, E] of each of the G layers.
+Prefix = tuple[tuple[types.Array, types.Array], ...]
+
 
 @struct.dataclass
 class Prefilled:
@@ -94,8 +97,8 @@ def prefix_cache(
   *,
   config: model_config.ModelConfig,
   dtype: jnp.dtype,
-) -> tuple[types.Array, types.Array]:
-  """Keys and values [G, H, P, E] of the tokens [P] that all prompts share."""
+) -> Prefix:
+  """Keys and values of the tokens [P] that all prompts share."""
   count = prefix.shape[0]
   cache = cache_lib.zeros(config, 1, count, dtype)
   _, keys, values = decoder.hidden_cached(
@@ -109,13 +112,13 @@ def prefix_cache(
     jnp.tri(count, dtype=bool)[None],
     dtype=dtype,
   )
-  return keys[:, 0], values[:, 0]
+  return tuple((k[0], v[0]) for k, v in zip(keys, values))
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'dtype'))
 def prefill(
   params: types.PyTree,
-  prefix: tuple[types.Array, types.Array] | None,
+  prefix: Prefix | None,
   suffixes: types.Array,
   lengths: types.Array,
   *,
@@ -133,7 +136,7 @@ def prefill(
     dtype: of the computation and the cache.
   """
   batch, width = suffixes.shape
-  begin = 0 if prefix is None else prefix[0].shape[2]
+  begin = 0 if prefix is None else prefix[0][0].shape[1]
   cache = cache_lib.zeros(config, batch, width, dtype)
   positions = jnp.broadcast_to(begin + jnp.arange(width)[None], suffixes.shape)
   hidden, keys, values = decoder.hidden_cached(
@@ -206,7 +209,7 @@ def insert(
 def advance(
   params: types.PyTree,
   state: State,
-  prefix: tuple[types.Array, types.Array] | None,
+  prefix: Prefix | None,
   key: types.Array,
   steps: types.Array,
   enough: types.Array,
@@ -226,7 +229,7 @@ def advance(
     config: of the model.
     dtype: of the computation and the cache.
   """
-  begin = 0 if prefix is None else prefix[0].shape[2]
+  begin = 0 if prefix is None else prefix[0][0].shape[1]
   places = state.cache.places
 
   def body(carry):
@@ -298,9 +301,7 @@ def grow(state: State, places: int) -> State:
 @jax.jit
 def keep(state: State, slots: types.Array) -> State:
   """Only the given slots [S'], in that order."""
-  cache = jax.tree.map(lambda x: x[:, slots], state.cache)
-  rest = jax.tree.map(lambda x: x[slots], state.replace(cache=None))
-  return rest.replace(cache=cache)
+  return jax.tree.map(lambda x: x[slots], state)
 
 
 def _ends(tokens, counts, request):

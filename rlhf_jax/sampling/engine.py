@@ -58,21 +58,39 @@ class Piece:
 
 
 def relayout_program(
-  mesh: jax.sharding.Mesh, specs: types.PyTree, dtype: jnp.dtype
+  mesh: jax.sharding.Mesh,
+  specs: types.PyTree,
+  dtype: jnp.dtype,
 ) -> Callable[[types.PyTree], types.PyTree]:
   """`relayout(params)`: cast to `dtype`, in the rollout sharding; jitted.
 
-  Where heads are not split over devices, the products of a layer that read the
-  same input are fused into one (`decoder.fuse`), which small batches need.
+  Layers are unstacked.  Where heads are not split over devices, the products
+  of a layer that read the same input are fused into one (`decoder.fuse`), which
+  small batches need.
+
+  Args:
+    mesh: of the rollout.
+    specs: of the parameters.
+    dtype: of the rollout.
   """
   if mesh.shape['tensor'] == 1:
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.jit(
-      lambda params: decoder.fuse(params, dtype), out_shardings=everywhere
+      lambda params: decoder.fuse(params, dtype),
+      out_shardings=everywhere,
     )
+  shardings = rules.params(mesh, specs, rules.ROLLOUT)
+  count = specs['layers']['attention_norm'].shape[0]
+  of_layer = jax.tree.map(
+    lambda x: jax.sharding.NamedSharding(
+      mesh, jax.sharding.PartitionSpec(*x.spec[1:])
+    ),
+    shardings['layers'],
+  )
+  shardings = shardings | {'layers': (of_layer,) * count}
   return jax.jit(
-    lambda params: tree.cast(params, dtype),
-    out_shardings=rules.params(mesh, specs, rules.ROLLOUT),
+    lambda params: decoder.unstack(tree.cast(params, dtype)),
+    out_shardings=shardings,
   )
 
 
@@ -524,7 +542,7 @@ def _empty(mesh, shape, slots, places, *, config, dtype) -> decode.State:
     x, rules.sharding(mesh, axes, x.shape, rules.ROLLOUT)
   )
   cache = jax.tree.map(
-    lambda x: place(x, (None, 'rows', 'kv_heads', None, None)), state.cache
+    lambda x: place(x, ('rows', 'kv_heads', None, None)), state.cache
   )
   rest = jax.tree.map(lambda x: place(x, axes(x)), state.replace(cache=None))
   return rest.replace(cache=cache)

@@ -177,35 +177,32 @@ def pick(
   # log-probs would be differences of large, rounded numbers otherwise.
   temper = lambda x: (x - jnp.max(x, axis=-1, keepdims=True)) / heat
 
-  # The requests decide at run time which of these runs: changing them does not
-  # recompile, and what no row asks for (sorting 49k logits) costs nothing.
-  def all_greedy():
-    tempered = temper(logits)
-    tokens = _first_largest(tempered)
-    return tokens, _log_softmax_at(tempered, tokens), jnp.zeros(greedy.shape)
+  tempered = temper(logits)
+  noisy = loud * noise(keys, logits.shape[1])
 
   def plain():
-    tempered = temper(logits)
-    tokens = _first_largest(tempered + loud * noise(keys, logits.shape[1]))
+    tokens = _first_largest(tempered + noisy)
     logprobs = _log_softmax_at(tempered, tokens)
     return tokens, logprobs, jnp.where(greedy, 0.0, logprobs)
 
   def anything():
-    tempered = temper(logits)
     candidates = temper(adjust(logits, request, counts))
     candidates = jnp.where(changed[:, None], candidates, tempered)
     settings = request.top_k, request.top_p, request.min_p
     candidates = jnp.where(
       cut[:, None], truncate(candidates, *settings), candidates
     )
-    tokens = _first_largest(candidates + loud * noise(keys, logits.shape[1]))
-    drawn = _log_softmax_at(candidates, tokens)
+    tokens = _first_largest(candidates + noisy)
     logprobs = _log_softmax_at(tempered, tokens)
+    drawn = _log_softmax_at(candidates, tokens)
     drawn = jnp.where(changed | cut, drawn, logprobs)
     return tokens, logprobs, jnp.where(greedy, 0.0, drawn)
 
-  which = jnp.where(jnp.any(changed | cut), 2, jnp.where(jnp.all(greedy), 0, 1))
-  return jax.lax.switch(which, (all_greedy, plain, anything))
+  # The requests decide at run time: changing them does not recompile, and what
+  # no row asks for (sorting 49k logits) costs nothing.  The plain choice is
+  # outside, as XLA on the CPU runs a branch on one core.
+  usual = plain()
+  return jax.lax.cond(jnp.any(changed | cut), anything, lambda: usual)
 
 
 def _first_largest(x: types.Array) -> types.Array:

@@ -116,26 +116,27 @@ def test_prefill_equals_the_full_forward_pass(params):
   prefix, behind = _prefill(params, 2)
   for prefilled in (whole, behind):
     testing.assert_close(prefilled.logits, expected, 'teacher_forced')
-  assert whole.cache.keys.shape == (2, 3, 2, 7, 6)  # G B H W E
+  assert whole.cache.keys[0].shape == (3, 2, 7, 6)  # B H W E
   # The cache behind the prefix, and the prefix itself, are parts of the whole.
   real = np.arange(7)[None] < lengths[:, None]
-  for a, b, c in zip(
-    jax.tree.leaves(whole.cache), jax.tree.leaves(behind.cache), prefix
-  ):
-    a, b = (np.moveaxis(np.asarray(x), 3, 1) for x in (a, b))  # G W B H E
-    testing.assert_close(
-      b[:, real.T[2:]], a[:, 2:][:, real.T[2:]], 'layout_float32'
-    )
-    early = np.moveaxis(np.asarray(c), 2, 1)[:, :, None]  # G P 1 H E
-    testing.assert_close(
-      np.broadcast_to(early, a[:, :2].shape), a[:, :2], 'layout_float32'
-    )
+  for layer in range(2):
+    for part, name in enumerate(('keys', 'values')):
+      a, b = (
+        np.moveaxis(np.asarray(getattr(x.cache, name)[layer]), 2, 1)
+        for x in (whole, behind)
+      )  # B W H E
+      later = real[:, 2:]
+      testing.assert_close(b[later], a[:, 2:][later], 'layout_float32')
+      early = np.moveaxis(np.asarray(prefix[layer][part]), 1, 0)  # P H E
+      testing.assert_close(
+        np.broadcast_to(early, a[:, :2].shape), a[:, :2], 'layout_float32'
+      )
 
 
 def test_insert_fills_slots_and_leaves_the_others(params):
   _, prefilled = _prefill(params, 0)
   state = decode.empty(_CONFIG, 4, 9, 5, (4, 0), jnp.float32)
-  marked = state.cache.keys.at[:, :, :, 8].set(3.0)
+  marked = tuple(x.at[:, :, 8].set(3.0) for x in state.cache.keys)
   state = state.replace(cache=state.cache.replace(keys=marked))
   # Prompt 2 into slot 3, prompt 0 into slot 1; the third place is none.
   request = jax.tree.map(lambda x: x[:3], state.request)
@@ -159,24 +160,25 @@ def test_insert_fills_slots_and_leaves_the_others(params):
   assert not after.stopped.any()
   best = np.asarray(prefilled.logits).argmax(-1)
   assert after.newest.tolist() == [0, best[0], 0, best[2]]
-  keys, source = np.asarray(after.cache.keys), np.asarray(prefilled.cache.keys)
-  np.testing.assert_array_equal(keys[:, 3, :, :7], source[:, 2])
-  np.testing.assert_array_equal(keys[:, 1, :, :7], source[:, 0])
-  assert not keys[:, [0, 2], :, :7].any() and (keys[:, :, :, 8] == 3).all()
+  for new, source in zip(after.cache.keys, prefilled.cache.keys):
+    new, source = np.asarray(new), np.asarray(source)
+    np.testing.assert_array_equal(new[3, :, :7], source[2])
+    np.testing.assert_array_equal(new[1, :, :7], source[0])
+    assert not new[[0, 2], :, :7].any() and (new[:, :, 8] == 3).all()
 
 
 def test_keep_and_grow():
   state = _state([1, 2, 3], [5, 5, 5])
   numbered = jax.tree.map(
-    lambda x: x + jnp.arange(3.0).reshape(1, 3, 1, 1, 1), state.cache
+    lambda x: x + jnp.arange(3.0).reshape(3, 1, 1, 1), state.cache
   )
   kept = decode.keep(state.replace(cache=numbered), np.array([2, 0], np.int32))
   assert kept.counts.tolist() == [3, 1]
   assert kept.request.address.tolist() == [2, 0]
-  assert kept.cache.keys[0, :, 0, 0, 0].tolist() == [2, 0]
+  assert kept.cache.keys[0][:, 0, 0, 0].tolist() == [2, 0]
   grown = decode.grow(kept, 6)
-  assert grown.cache.keys.shape == (2, 2, 2, 6, 6)
-  assert grown.cache.keys[0, 0, 0, :, 0].tolist() == [2, 2, 2, 2, 0, 0]
+  assert grown.cache.keys[0].shape == (2, 2, 6, 6)
+  assert grown.cache.keys[0][0, 0, :, 0].tolist() == [2, 2, 2, 2, 0, 0]
   ended = decode.release(grown, np.array([False, True]))
   assert ended.done.tolist() == [False, True]
 
