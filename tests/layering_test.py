@@ -19,7 +19,8 @@ FLOORS = {
   # Pure maths; devices and processes; what a model is.
   1: 'algorithms.* sharding.* models.spec models.config sampling.pick',
   # One decoder; prompts and packing; rule rewards; the optimiser.
-  2: """models.layers models.attention models.moe models.decoder data.*
+  2: """models.layers models.attention models.attention_xla models.kernels
+      models.moe models.decoder data.*
       rewards.base rewards.rules rewards.combine optim""",
   # What wraps a decoder; caches; files of a run's state; fakes.
   3: """models.heads models.lora models.hf models.flax_module sampling.cache
@@ -32,6 +33,7 @@ FLOORS = {
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
       trainers.run trainers.workdir trainers.algorithm trainers.measure
+      trainers.rollout       trainers.policy sampling.text
       planner monitor.*""",
 }
 

@@ -4,14 +4,18 @@ Both are `transformers` fast tokenizers, so that exporting, chat templates and
 everything else have one path.
 """
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 import os
 
+import numpy as np
 import tokenizers
 import transformers
 
 BYTES = 'bytes'
 BYTES_PAD, BYTES_BOS, BYTES_EOS = 256, 257, 258
+# What a decoder writes for bytes that are no character, or not yet one.
+REPLACEMENT = '\ufffd'
 
 
 def load(path: str) -> transformers.PreTrainedTokenizerBase:
@@ -143,6 +147,159 @@ def decode(tokenizer, ids: Sequence[int], skip_special: bool = True) -> str:
     [int(i) for i in ids],
     skip_special_tokens=skip_special,
     clean_up_tokenization_spaces=False,
+  )
+
+
+def stop_finder(
+  tokenizer,
+  strings: Sequence[str],
+  *,
+  min_tokens: int = 0,
+  fresh: int | None = None,
+) -> Callable[[np.ndarray], int | None]:
+  """Looks for stop strings in the text of a response.
+
+  Special tokens count as they are written, so '<|im_end|>' can be a stop
+  string.  A match may span tokens and begin or end within one.
+
+  Args:
+    tokenizer: from `load`.
+    strings: any of them ends a response.
+    min_tokens: a string that is complete before so many tokens does not count.
+    fresh: tokens at the end of a response, at most, that no earlier call has
+      seen; only they, and a stretch before them as long as the longest string,
+      are decoded.  None decodes the whole response in every call.
+
+  Returns:
+    `find_stop(ids)`: the number of tokens after which a stop string is
+    complete for the first time, None if there is none.
+
+  Raises:
+    ValueError: no string, or an empty one.
+  """
+  strings = _stop_strings(strings)
+  # A cut within a character or before a space changes up to 3 characters.
+  reach = max(map(len, strings)) + 4
+  read = lambda ids: decode(tokenizer, ids, skip_special=False)
+
+  def find_stop(ids: np.ndarray) -> int | None:
+    seen = 0 if fresh is None else max(len(ids) - fresh, 0)
+    start = max(seen - reach, 0)
+    while start > 0 and len(read(ids[start:seen])) < reach:
+      start = max(start - reach, 0)
+    early = max(min_tokens - 1, start)
+    after = len(read(ids[start:early]).rstrip(REPLACEMENT))
+
+    def ended(count: int) -> bool:
+      return _find(read(ids[start:count]), strings, after) is not None
+
+    if len(ids) <= early or not ended(len(ids)):
+      return None
+    counts = range(early + 1, len(ids))
+    return early + 1 + bisect.bisect_left(counts, True, key=ended)
+
+  return find_stop
+
+
+def before_stop(tokenizer, ids: Sequence[int], strings: Sequence[str]) -> str:
+  """The text of a response up to the stop string that its last token ended.
+
+  Args:
+    tokenizer: from `load`.
+    ids: of the response, kept as `stop_finder` says.
+    strings: the stop strings.
+  """
+  text = decode(tokenizer, ids)
+  before = decode(tokenizer, ids[:-1]).rstrip(REPLACEMENT)
+  return text[: _find(text, strings, len(before))]
+
+
+class TextStream:
+  """Text of tokens as they come, in whole characters.
+
+  All pieces together are the text of all tokens, special ones left out.  Held
+  back is what later tokens may still change: bytes that are not yet a
+  character, and the beginning of a stop string.
+  """
+
+  def __init__(self, tokenizer, stop: Sequence[str] = ()):
+    """Begins a text.
+
+    Args:
+      tokenizer: from `load`.
+      stop: strings of which no beginning is given out while it may go on.
+    """
+    self._tokenizer = tokenizer
+    self._stop = _stop_strings(stop) if stop else ()
+    # Decoding the last few tokens is enough: those that the next one may join
+    # to a character, and one with text before them, because the first token of
+    # a text loses its space.
+    self._window: list[int] = []
+    self._shown = ''  # text of the window that was read
+    self._held = ''  # text that was read, but not given out
+
+  def push(self, ids: Sequence[int]) -> str:
+    """Adds tokens; returns the text that has become final."""
+    self._window += [int(i) for i in ids]
+    text = decode(self._tokenizer, self._window)
+    ready = text.rstrip(REPLACEMENT)
+    # Half a character can make a tokenizer doubt the characters before it.
+    if ready.startswith(self._shown):
+      self._held += ready[len(self._shown) :]
+      self._shown = ready
+      if ready == text:
+        self._forget()
+    final = len(self._held) - _begun(self._held, self._stop)
+    given, self._held = self._held[:final], self._held[final:]
+    return given
+
+  def finish(self) -> str:
+    """The rest of the text; a character cut short shows as U+FFFD."""
+    text = decode(self._tokenizer, self._window)
+    rest = REPLACEMENT
+    if text.startswith(self._shown):
+      rest = text[len(self._shown) :]
+    rest = self._held + rest
+    self._window, self._shown, self._held = [], '', ''
+    return rest
+
+  def _forget(self) -> None:
+    """Keeps as few tokens as have a text that the whole window ends with."""
+    count = 1
+    while count < len(self._window):
+      tail = decode(self._tokenizer, self._window[-count:])
+      if tail.strip() and self._shown.endswith(tail):
+        self._window, self._shown = self._window[-count:], tail
+        return
+      count *= 2
+
+
+def _stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
+  if isinstance(strings, str) or not strings or not all(strings):
+    raise ValueError(
+      f'expected a tuple of stop strings, none of them empty, got {strings!r}'
+    )
+  return tuple(strings)
+
+
+def _find(text: str, strings: Sequence[str], after: int) -> int | None:
+  """Where the first of the strings begins that ends behind `after`."""
+  found = [
+    text.find(string, max(after - len(string) + 1, 0)) for string in strings
+  ]
+  return min((at for at in found if at >= 0), default=None)
+
+
+def _begun(text: str, strings: Sequence[str]) -> int:
+  """Length of the longest end of `text` with which a string begins."""
+  return max(
+    (
+      size
+      for string in strings
+      for size in range(1, min(len(string), len(text)) + 1)
+      if text.endswith(string[:size])
+    ),
+    default=0,
   )
 
 

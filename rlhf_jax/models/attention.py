@@ -1,48 +1,87 @@
-"""Causal attention over packed rows and over a cache."""
+"""Causal attention over packed rows and over a cache.
 
+`attention_xla` runs everywhere and is the reference.  Where `implementation`
+says so, a kernel of `kernels` takes its place, on each device for its own rows
+and heads.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import contextvars
+import functools
 import math
+from typing import Any, NamedTuple
 
 import chex
 import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from rlhf_jax import types
+from rlhf_jax.models import attention_xla
+from rlhf_jax.models import kernels
+from rlhf_jax.sharding import rules
 
 Array = jax.Array
-
-# `attend_rows` goes through a row in at most so many blocks of queries, of at
-# least so many places.  8 blocks compute 9/16 of the scores of a square.
-_MAX_BLOCKS = 8
-_MIN_BLOCK = 64
+segment_mask = attention_xla.segment_mask
 
 
-def segment_mask(segment_ids: Array, first: int = 0, end: int | None = None):
-  """Which key each place of a packed row may look at.
+def implementation(
+  task: str, platform: str, dtype: Any, width: int, places: int
+) -> str:
+  """Which code does a task; a name of IMPLEMENTATIONS.
 
-  Query l sees key c where c <= l, and c is of the same sequence or of the
-  row's shared prefix, and l is not padding.  Positions inside a sequence grow
-  with the place in the row, so the order of places is the causal order.
+    task    platform  head width E        places             code
+    rows    gpu       16 to 128, by 8     128 or more        pallas_gpu
+    rows    tpu       64, 128, 256        128 or more        pallas_tpu
+    decode  gpu       16, 32, 64 .. 256   a multiple of 64   pallas_gpu
+    decode  tpu       128, 256            a multiple of 128  pallas_tpu
+    all others, and any dtype but bfloat16                   xla
 
-    segment_ids  [-1, 1, 1, 2, 0]  (prefix, two sequences, padding)
-    query 3 sees [ 1, 0, 0, 1, 0]
-    query 4 sees [ 0, 0, 0, 0, 0]
+  float32 is for exactness, and a kernel's products would be rounded to fewer
+  bits by the matrix units of both platforms.  On a TPU a cache with heads of
+  64 has its places along the lanes; for a kernel it would be turned around, or
+  padded to twice the size.
 
   Args:
-    segment_ids: [R, L] int32.
-    first: the first query.
-    end: one past the last query and the last key; L by default.
-
-  Returns:
-    [R, end - first, end] bool.
+    task: 'rows', packed rows or a prompt to themselves; or 'decode', one query
+      of each row to the first places of a cache.
+    platform: 'gpu' (NVIDIA, Ampere or newer), 'tpu', or any other.
+    dtype: of queries, keys and values.
+    width: E.
+    places: L or C.
   """
-  chex.assert_rank(segment_ids, 2)
-  segment_ids = segment_ids[:, :end]
-  query, key = segment_ids[:, first:, None], segment_ids[:, None, :]
-  length = segment_ids.shape[1]
-  causal = jnp.tri(length - first, length, first, dtype=bool)[None]  # 1 L L
-  related = (query == key) | (key == types.SHARED)
-  return causal & related & (query != types.PADDING)  # R L L
+  if jnp.dtype(dtype) != jnp.bfloat16:
+    return 'xla'
+  fits = {
+    ('rows', 'gpu'): width in range(16, 129, 8) and places >= kernels.BLOCK,
+    ('rows', 'tpu'): width in (64, 128, 256) and places >= kernels.BLOCK,
+    ('decode', 'gpu'): (
+      width in (16, 32, 64, 128, 256) and places % kernels.DECODE_BLOCK_GPU == 0
+    ),
+    ('decode', 'tpu'): width in (128, 256) and places % kernels.BLOCK == 0,
+  }
+  return f'pallas_{platform}' if fits.get((task, platform), False) else 'xla'
+
+
+@contextlib.contextmanager
+def force(name: str, *, interpret: bool = False) -> Iterator[None]:
+  """Uses one of IMPLEMENTATIONS whatever `implementation` says.
+
+  For tests and benchmarks.  It acts while a function is traced: what was
+  compiled before stays as it is.  `interpret` runs a kernel on any platform,
+  slowly; without it a kernel gives way to XLA elsewhere than at home.
+  """
+  if name not in IMPLEMENTATIONS:
+    raise ValueError(
+      f'unknown implementation {name!r}; one of {sorted(IMPLEMENTATIONS)}'
+    )
+  token = _FORCED.set((name, interpret))
+  try:
+    yield
+  finally:
+    _FORCED.reset(token)
 
 
 def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
@@ -50,11 +89,7 @@ def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
 
   softmax(q k^T / sqrt(E), where mask) v, with grouped key/value heads: query
   head i uses key/value head i // (Q / H).  Scores and softmax are in at least
-  float32.  Padding gets zeros.
-
-  Blocks of queries meet only the keys up to their end, and the backward pass
-  computes their weights again from the log of their total, as
-  FlashAttention does (https://arxiv.org/abs/2205.14135): no [L, L] is kept.
+  float32.  Padding gets zeros.  The memory is linear in L, also for gradients.
 
   Args:
     q: [R, L, Q, E].
@@ -67,22 +102,21 @@ def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
   """
   chex.assert_rank([q, k, v, segment_ids], [4, 4, 4, 2])
   chex.assert_equal_shape([k, v])
-  rows, length, heads, width = q.shape
-  # Heads to the front once: every product below is then a plain matrix product
-  # per (row, key/value head), without a transposed copy of the scores.
-  out = _attend(_grouped(q, k.shape[2]), _front(k), _front(v), segment_ids)
-  return jnp.moveaxis(out, 3, 1).reshape(rows, length, heads, width)
+  how = _choose('rows', q, k, k.shape[2], k.shape[1])
+  front = lambda x: jnp.moveaxis(x, 1, 2)
+  out = _attend(how, _grouped(q, k.shape[2]), front(k), front(v), segment_ids)
+  return _ungrouped(out)
 
 
 def attend(
   q: Array,
   k: Array,
   v: Array,
-  mask: Array,
+  mask: Array | None,
   *,
   prefix: tuple[Array, Array] | None = None,
 ) -> Array:
-  """Attention of queries to a cache, under any mask.
+  """Attention of queries to a cache; not for gradients through a kernel.
 
   As `attend_rows`; a query that may see nothing gets zeros.
 
@@ -90,57 +124,36 @@ def attend(
     q: [B, S, Q, E].
     k: [B, H, C, E], heads before places as in the cache.
     v: [B, H, C, E].
-    mask: [B, S, C] bool.
+    mask: which places a query sees: any [B, S, C] bool; or how many of the
+      first, [B, S] int32; or None, where the queries are the places, in order,
+      and see those up to their own.  Kernels take the last two.
     prefix: further keys and values [H, P, E] that every query of every row
       sees; they are read once for all rows.
 
   Returns:
     [B, S, Q, E] in the dtype of q.
   """
-  chex.assert_rank([q, k, v, mask], [4, 4, 4, 3])
+  chex.assert_rank([q, k, v], 4)
   chex.assert_equal_shape([k, v])
-  batch, length, heads, width = q.shape
-  q = _grouped(q, k.shape[1])  # B H M S E
-  if prefix is None:
-    out, _ = _softmax_product(q, k, v, mask)
+  (batch, length), (kv_heads, places) = q.shape[:2], k.shape[1:3]
+  queries = _grouped(q, kv_heads)  # B H M S E
+  if mask is None:
+    chex.assert_equal(length, places)
+    how = _choose('rows', q, k, kv_heads, places)
+    ids = jnp.ones((batch, places), jnp.int32)  # a row that is one sequence
+    out, log_total = _rows(how, queries, k, v, ids)
+  elif mask.ndim == 2:
+    chex.assert_shape(mask, (batch, length))
+    how = _How('xla')
+    if length == 1:
+      how = _choose('decode', q, k, kv_heads, places)
+    out, log_total = _first(how, queries, k, v, mask)
   else:
-    out = _with_prefix(q, k, v, mask, *prefix)
-  return jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, width)
-
-
-def _with_prefix(q, k, v, mask, prefix_k, prefix_v):
-  """Softmax over the prefix and the row's own places together."""
-  batch, kv_heads, shared, length, width = q.shape
-  rows = jnp.moveaxis(q, 1, 0).reshape(kv_heads, -1, width)  # H BMS E
-  product = lambda x, y, y_axis: jax.lax.dot_general(
-    x,
-    y,
-    (((2,), (y_axis,)), ((0,), (0,))),
-    preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-  )
-  back = lambda x: jnp.moveaxis(
-    x.reshape(kv_heads, batch, shared, length, x.shape[-1]), 0, 1
-  )
-  early = product(rows, prefix_k, 2)  # H BMS P
-  own = _scores(q, k, mask)  # B H M S C
-  top = jnp.maximum(
-    back(jnp.max(early, axis=-1, keepdims=True)),
-    jnp.max(own, axis=-1, keepdims=True),
-  )  # B H M S 1
-  early = jnp.exp(
-    early - jnp.moveaxis(top, 1, 0).reshape(kv_heads, -1, 1)
-  )  # H BMS P
-  own = jnp.exp(own - top)
-  total = back(jnp.sum(early, axis=-1, keepdims=True))
-  total += jnp.sum(own, axis=-1, keepdims=True)
-  out = back(product(early.astype(prefix_v.dtype), prefix_v, 1))
-  out += _product(_merge(own).astype(v.dtype), v, 3, 2).reshape(q.shape)
-  return (out / total).astype(q.dtype)
-
-
-def _front(x: Array) -> Array:
-  """[R, C, H, E] -> [R, H, C, E]."""
-  return jnp.moveaxis(x, 1, 2)
+    chex.assert_shape(mask, (batch, length, places))
+    out, log_total = attention_xla.softmax_product(queries, k, v, mask)
+  if prefix is not None:
+    out = attention_xla.add_prefix(queries, out, log_total, prefix)
+  return _ungrouped(out.astype(q.dtype))
 
 
 def _grouped(q: Array, kv_heads: int) -> Array:
@@ -151,62 +164,21 @@ def _grouped(q: Array, kv_heads: int) -> Array:
   return jnp.moveaxis(q, 1, 3)
 
 
-def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-  """Product over the given axes per (row, head), in at least float32."""
-  return jax.lax.dot_general(
-    x,
-    y,
-    (((x_axis,), (y_axis,)), ((0, 1), (0, 1))),
-    preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-  )
+def _ungrouped(out: Array) -> Array:
+  """[R, H, M, L, E] -> [R, L, Q, E]."""
+  out = jnp.moveaxis(out, 3, 1)
+  return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
-def _merge(x: Array) -> Array:
-  """[R, H, M, L, n] -> [R, H, M L, n]."""
-  return x.reshape(*x.shape[:2], -1, x.shape[-1])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+  how: '_How', q: Array, k: Array, v: Array, segment_ids: Array
+) -> Array:
+  return _attend_forward(how, q, k, v, segment_ids)[0]
 
 
-def _scores(q: Array, k: Array, mask: Array) -> Array:
-  """[R, H, M, L, C], the lowest number where masked."""
-  scores = _product(_merge(q), k, 3, 3).reshape(*q.shape[:-1], k.shape[2])
-  return jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
-
-
-def _softmax_product(q, k, v, mask) -> tuple[Array, Array]:
-  """Output [R, H, M, L, E] and log of the total weight [R, H, M, L, 1]."""
-  scores = _scores(q, k, mask)
-  top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  weights = jnp.exp(scores - top)
-  total = jnp.sum(weights, axis=-1, keepdims=True)  # R H M L 1
-  # Divided after the product: [L, E] numbers instead of [L, C].
-  out = _product(_merge(weights).astype(v.dtype), v, 3, 2).reshape(q.shape)
-  # A query that sees nothing has the lowest number everywhere, so weights of 1.
-  seen = jnp.any(mask, axis=-1)[:, None, None, :, None]
-  out = jnp.where(seen, out / total, 0.0)
-  return out.astype(q.dtype), top + jnp.log(total)
-
-
-def _blocks(length: int) -> list[tuple[int, int]]:
-  """First and end of each block of queries."""
-  size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
-  return [(i, min(i + size, length)) for i in range(0, length, size)]
-
-
-@jax.custom_vjp
-def _attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-  return _attend_forward(q, k, v, segment_ids)[0]
-
-
-def _attend_forward(q, k, v, segment_ids):
-  outs, logs = [], []
-  for first, end in _blocks(k.shape[2]):
-    mask = segment_mask(segment_ids, first, end)
-    out, log_total = _softmax_product(
-      q[:, :, :, first:end], k[:, :, :end], v[:, :, :end], mask
-    )
-    outs.append(out)
-    logs.append(log_total)
-  out, log_total = (jnp.concatenate(x, axis=3) for x in (outs, logs))
+def _attend_forward(how, q, k, v, segment_ids):
+  out, log_total = _rows(how, q, k, v, segment_ids)
   # Named for `decoder.hidden`, which keeps them for the backward pass.
   q, k, v, out, log_total = (
     ad_checkpoint.checkpoint_name(a, 'attention')
@@ -215,39 +187,207 @@ def _attend_forward(q, k, v, segment_ids):
   return out, (q, k, v, segment_ids, out, log_total)
 
 
-def _attend_backward(saved, gradient):
-  """d scores = weights (d weights - sum_c weights d weights).
-
-  The sum is the inner product of the output with its gradient.
-  """
-  q, k, v, segment_ids, out, log_total = saved
-  wide = log_total.dtype
-  inner = jnp.sum(
-    out.astype(wide) * gradient.astype(wide), axis=-1, keepdims=True
-  )  # R H M L 1
-  dq = []
-  dk, dv = (
-    jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), wide) for x in (k, v)
-  )  # R H E C
-  for first, end in _blocks(k.shape[2]):
-    mask = segment_mask(segment_ids, first, end)
-    queries, outer = (x[:, :, :, first:end] for x in (q, gradient))
-    keys, stored = k[:, :, :end], v[:, :, :end]
-    weights = jnp.exp(
-      _scores(queries, keys, mask) - log_total[:, :, :, first:end]
-    )
-    # where: a query that sees nothing has no weights that sum to one.
-    weights = jnp.where(mask[:, None, None], weights, 0.0)
-    d_weights = _product(_merge(outer), stored, 3, 3).reshape(weights.shape)
-    d_scores = weights * (d_weights - inner[:, :, :, first:end])
-    weights, d_scores = (_merge(x).astype(q.dtype) for x in (weights, d_scores))
-    dq.append(_product(d_scores, keys, 3, 2).reshape(queries.shape))
-    # [E, C] and not [C, E]: the large operand is then read along its rows.
-    dk = dk.at[..., :end].add(_product(_merge(queries), d_scores, 2, 2))
-    dv = dv.at[..., :end].add(_product(_merge(outer), weights, 2, 2))
-  dq = jnp.concatenate(dq, axis=3)
-  dk, dv = (jnp.swapaxes(x, 2, 3) for x in (dk, dv))
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+def _attend_backward(how, saved, outer):
+  run = _dispatch(
+    how,
+    attention_xla.rows_gradient,
+    functools.partial(_kernel_rows_gradient, how),
+    (*_ROWS, _QUERY, _QUERY, _QUERY),
+    _ROWS[:3],
+  )
+  return *run(*saved, outer), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _rows(how, q, k, v, segment_ids) -> tuple[Array, Array]:
+  """Output [R, H, M, L, E] as q, and log of the total weight."""
+  kernel = functools.partial(_kernel_rows, how)
+  run = _dispatch(how, attention_xla.rows, kernel, _ROWS, (_QUERY, _QUERY))
+  return run(q, k, v, segment_ids)
+
+
+def _kernel_rows(how, q, k, v, segment_ids):
+  """A kernel for what is within segments, XLA for the shared prefix."""
+  kernel = IMPLEMENTATIONS[how.name].rows
+  length = q.shape[3]
+  q, k, v = (attention_xla.padded(x, -2, kernels.BLOCK) for x in (q, k, v))
+  segment_ids = attention_xla.padded(segment_ids, 1, kernels.BLOCK)
+  within = kernel(_flat(q), k, v, segment_ids, interpret=how.interpret)
+  within = (x.reshape(*q.shape[:4], -1) for x in within)
+  out, log_total = attention_xla.add_shared(q, k, v, segment_ids, *within)
+  # The kernel lets padding see padding.
+  out = jnp.where(_real(segment_ids), out, jnp.zeros_like(out))
+  return tuple(x[:, :, :, :length] for x in (out, log_total))
+
+
+def _kernel_rows_gradient(how, q, k, v, segment_ids, out, log_total, outer):
+  """As `attention_xla.rows_gradient`, in the same two parts."""
+  kernel = IMPLEMENTATIONS[how.name].rows_gradient
+  length = q.shape[3]
+  q, k, v, out, log_total, outer = (
+    attention_xla.padded(x, -2, kernels.BLOCK)
+    for x in (q, k, v, out, log_total, outer)
+  )
+  segment_ids = attention_xla.padded(segment_ids, 1, kernels.BLOCK)
+  outer = jnp.where(_real(segment_ids), outer, jnp.zeros_like(outer))
+  within = kernel(
+    _flat(q),
+    k,
+    v,
+    segment_ids,
+    _flat(out),
+    jnp.squeeze(_flat(log_total), -1),
+    _flat(outer),
+    interpret=how.interpret,
+  )
+  shared = attention_xla.shared_gradient(
+    q, k, v, segment_ids, out, log_total, outer
+  )
+  both = lambda x, y: (x.reshape(y.shape).astype(y.dtype) + y).astype(x.dtype)
+  return tuple(both(*x)[..., :length, :] for x in zip(within, shared))
+
+
+def _first(how, q, k, v, counts) -> tuple[Array, Array]:
+  """Output [B, H, M, S, E] of the first places of a cache, and log of total."""
+
+  def xla(q, k, v, counts):
+    mask = jnp.arange(k.shape[2])[None, None] < counts[..., None]  # B S C
+    return attention_xla.softmax_product(q, k, v, mask)
+
+  def kernel(q, k, v, counts):
+    out, log_total = IMPLEMENTATIONS[how.name].decode(
+      jnp.squeeze(_flat(q), 2),
+      k,
+      v,
+      jnp.squeeze(counts, 1),
+      interpret=how.interpret,
+    )
+    log_total = log_total.reshape(*q.shape[:-1], 1)
+    return out.reshape(q.shape).astype(log_total.dtype), log_total
+
+  axes = *_ROWS[:3], ('rows', None)
+  run = _dispatch(how, xla, kernel, axes, (_QUERY, _QUERY))
+  return run(q, k, v, counts)
+
+
+def _real(segment_ids: Array) -> Array:
+  return (segment_ids != types.PADDING)[:, None, None, :, None]
+
+
+def _flat(x: Array) -> Array:
+  """[R, H, M, L, n] -> [R, Q, L, n]."""
+  return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+class _How(NamedTuple):
+  """A choice, made while a function is traced."""
+
+  name: str
+  interpret: bool = False
+  mesh: jax.sharding.AbstractMesh | None = None  # the work is split over it
+
+
+def _choose(task: str, q: Array, k: Array, kv_heads: int, places: int) -> _How:
+  """How to do a task, from shapes, platform and mesh of its arrays."""
+  meshes = [jax.typeof(x).sharding.mesh for x in (q, k)]
+  mesh = next((x for x in meshes if not x.empty), None)
+  name, interpret = _FORCED.get() or (
+    implementation(task, _platform(mesh), q.dtype, q.shape[-1], places),
+    False,
+  )
+  # On several devices XLA would gather everything for a kernel on each of them,
+  # so each runs it on its own part.  Inside a shard_map that is so already.
+  if mesh is not None and mesh.size > 1:
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Manual}:
+      mesh = None
+    elif kinds != {AxisType.Auto} or not _divides(mesh, q.shape[0], kv_heads):
+      name = 'xla'
+  else:
+    mesh = None
+  return _How('xla') if name == 'xla' else _How(name, interpret, mesh)
+
+
+def _platform(mesh) -> str:
+  """'gpu', 'tpu', 'cpu', or another name for what no kernel is made for."""
+  device = None if mesh is None else mesh.abstract_device
+  here = jax.default_backend()
+  platform = here if device is None else device.platform
+  if platform == here == 'gpu':
+    # '9.0'; AMD has names like 'gfx90a'.
+    capability = jax.devices()[0].compute_capability
+    if not capability[:1].isdigit() or float(capability) < 8:
+      return 'other gpu'
+  return platform
+
+
+def _divides(mesh, rows: int, kv_heads: int) -> bool:
+  sizes = []
+  for name in ('rows', 'kv_heads'):
+    axes = rules.TRAINING[name]
+    if not set(axes) <= set(mesh.axis_names):
+      return False
+    sizes.append(math.prod(mesh.shape[axis] for axis in axes))
+  return rows % sizes[0] == 0 and kv_heads % sizes[1] == 0
+
+
+def _dispatch(
+  how: _How,
+  xla: Callable,
+  kernel: Callable,
+  axes: tuple[tuple[str | None, ...], ...],
+  out_axes: tuple[tuple[str | None, ...], ...],
+) -> Callable:
+  """`kernel` on its platform, on each device for its part; or else `xla`.
+
+  `axes` and `out_axes` are the logical axes of arguments and results.
+  """
+  if how.name == 'xla':
+    return xla
+  run = kernel
+  if not how.interpret:
+    home = IMPLEMENTATIONS[how.name].platform
+    # Known for certain only when it is compiled: on a machine with a GPU, a
+    # computation may still be put on the CPU.
+    run = lambda *args: jax.lax.platform_dependent(
+      *args, **{home: kernel}, default=xla
+    )
+  if how.mesh is None:
+    return run
+  specs = lambda many: tuple(
+    jax.sharding.PartitionSpec(*(rules.TRAINING.get(name) for name in one))
+    for one in many
+  )
+  return jax.shard_map(
+    run,
+    mesh=how.mesh,
+    in_specs=specs(axes),
+    out_specs=specs(out_axes),
+    check_vma=False,
+  )
+
+
+class _Kernels(NamedTuple):
+  platform: str  # as `lax.platform_dependent` calls it
+  rows: Callable
+  rows_gradient: Callable
+  decode: Callable
+
+
+IMPLEMENTATIONS = {
+  'xla': None,
+  'pallas_gpu': _Kernels(
+    'cuda', kernels.rows_gpu, kernels.rows_gpu_gradient, kernels.decode_gpu
+  ),
+  'pallas_tpu': _Kernels(
+    'tpu', kernels.rows_tpu, kernels.rows_tpu_gradient, kernels.decode_tpu
+  ),
+}
+
+# Logical axes, as in `sharding.rules`: of [R, H, M, L, E], [R, H, L, E], [R, L]
+_QUERY = ('rows', 'kv_heads', None, None, None)
+_ROWS = (_QUERY, _QUERY[:-1], _QUERY[:-1], ('rows', None))
+
+_FORCED: contextvars.ContextVar = contextvars.ContextVar('forced', default=None)
