@@ -41,16 +41,16 @@ from rlhf_jax.trainers import policy as policy_lib  # noqa: E402
 from rlhf_jax.trainers import workdir as workdir_lib  # noqa: E402
 
 _HELP = dict(
-  chat='Chat template; None: as the run does.',
-  system='System message; None: that of the run.',
+  chat='Use the chat template; unset: as the run does.',
+  system='System message; unset: that of the run.',
   temperature='Divides the logits; 0 is greedy.',
   top_k='Likeliest tokens to draw from; 0 is all.',
   top_p='Probability mass to draw from; 1 is all.',
   min_p="Least share of the likeliest token's probability; 0 is off.",
-  max_new_tokens='Tokens; None: 256, or what the model has room for.',
+  max_new_tokens='Tokens; unset: 256, or what the model has room for.',
   min_new_tokens='No answer ends before so many tokens.',
-  stop='A string that ends an answer; may be repeated.',
-  ban='A string of one token that is never drawn; may be repeated.',
+  stop='A string that ends an answer',
+  ban='A string of one token that is never drawn',
   samples='Answers to each prompt.',
   slots='Sequences that decode at the same time.',
   dtype='float32, bfloat16 or auto (by the platform).',
@@ -320,10 +320,12 @@ def _note(text: str) -> None:
 
 def _define_flags() -> None:
   flags.DEFINE_string('model', None, 'Model folder, hub id, or workdir.')
-  flags.DEFINE_multi_string('prompt', [], 'A prompt; may be repeated.')
+  flags.DEFINE_multi_string('prompt', [], 'A prompt')
   flags.DEFINE_string('file', '', 'Prompts: .jsonl, or one a line.')
   flags.DEFINE_string('output', '', 'New file for the answers, JSON lines.')
-  flags.DEFINE_integer('seed', 0, 'Of the first answer.')
+  flags.DEFINE_integer(
+    'seed', 0, 'Of the first answer; the others have their own, see --output.'
+  )
   define = dict(
     chat=flags.DEFINE_bool,
     top_k=flags.DEFINE_integer,

@@ -196,12 +196,6 @@ TOLERANCES: dict[str, Tolerance] = {
   'teacher_forced': Tolerance(
     1e-4, 0.0, 'log-probs of one text by two programs (cached, full), float32'
   ),
-  'attention_bfloat16': Tolerance(
-    0.0,
-    5e-3,
-    'norm-wise, to float64; weights, outputs and gradients are rounded to'
-    ' bfloat16 (2^-9 each) two or three times',
-  ),
   'logits_of_largest': Tolerance(
     1e-4, 0.0, 'logits over the largest logit; against transformers, float32'
   ),

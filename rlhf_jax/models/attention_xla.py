@@ -21,7 +21,7 @@ Array = jax.Array
 # small stays in the cache of a CPU, and memory is linear in the length.
 _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 8, 64, 256
 # Places of a shared prefix that are looked at together.
-SHARED_BLOCK = 64
+SHARED_BLOCK = 128
 
 
 def segment_mask(segment_ids: Array) -> Array:

@@ -106,7 +106,7 @@ def hidden_cached(
   cache_keys: Sequence[Array],
   cache_values: Sequence[Array],
   places: Array | None,
-  mask: Array,
+  mask: Array | None,
   *,
   prefix: Sequence[tuple[Array, Array]] | None = None,
   dtype: Any = jnp.float32,
@@ -128,7 +128,8 @@ def hidden_cached(
     cache_values: G arrays [B, H, C, E].
     places: [B, S] int32: the place a token is written to; C drops it.  None is
       the first S places, in order, which needs no scatter.
-    mask: [B, S, C] bool: the places that a token sees.
+    mask: the places that a token sees, see `attention.attend`: [B, S, C] bool,
+      [B, S] int32 (so many first ones), or None (causal, S is C).
     prefix: G pairs of keys and values [H, P, E], of earlier tokens that all
       rows share and see.
     dtype: of the computation; the cache may have another.
@@ -136,7 +137,7 @@ def hidden_cached(
   Returns:
     ([B, S, D] in `dtype`, the caches with the new tokens).
   """
-  chex.assert_rank([tokens, positions, mask], [2, 2, 3])
+  chex.assert_rank([tokens, positions], 2)
   table = _rope_table(config, positions, dtype)
   rows = jnp.arange(tokens.shape[0])[:, None, None]  # B 1 1
   heads = jnp.arange(config.num_kv_heads)[None, None]  # 1 1 H

@@ -109,7 +109,7 @@ def prefix_cache(
     cache.keys,
     cache.values,
     None,
-    jnp.tri(count, dtype=bool)[None],
+    None,
     dtype=dtype,
   )
   return tuple((k[0], v[0]) for k, v in zip(keys, values))
@@ -147,7 +147,7 @@ def prefill(
     cache.keys,
     cache.values,
     None,
-    jnp.broadcast_to(jnp.tri(width, dtype=bool), (batch, width, width)),
+    None,
     prefix=prefix,
     dtype=dtype,
   )
@@ -236,7 +236,6 @@ def advance(
     step, state = carry
     at = state.prompt_lengths + state.counts - 1  # S, position of the newest
     own = at - begin  # its place in the cache
-    mask = jnp.arange(places)[None, None] <= own[:, None, None]  # S 1 C
     hidden, keys, values = decoder.hidden_cached(
       params,
       config,
@@ -246,7 +245,7 @@ def advance(
       state.cache.values,
       # Slots that are done write to a place that does not exist.
       jnp.where(state.done, places, own)[:, None],
-      mask,
+      own[:, None] + 1,  # places that it sees
       prefix=prefix,
       dtype=dtype,
     )

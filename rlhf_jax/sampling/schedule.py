@@ -45,7 +45,11 @@ def buckets(
     halves.insert(0, halves[0] // 2)
   return Buckets(
     widths=_doubling(widest, least=32, count=3),
-    places=_doubling(widest + max_new_tokens, least=256, count=4),
+    places=tuple(
+      # Kernels take whole blocks.
+      size if size < 256 else -(-size // 128) * 128
+      for size in _doubling(widest + max_new_tokens, least=256, count=4)
+    ),
     slots=tuple(halves),
   )
 

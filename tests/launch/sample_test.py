@@ -367,7 +367,11 @@ def test_characters_arrive_whole(chat_model, script, ask, capsys):
 
 
 def test_a_stop_string_is_not_shown(chat_model, script):
-  calls = script((b'one #', b'# two #', b'##', 'stop'), (b'a#', b'#', 'length'))
+  calls = script(
+    (b'one #', b'# two #', b'##', 'stop'),
+    (b'a#', b'#', 'length'),
+    (b'', 'stop'),
+  )
   sampler = _sampler(chat_model, stop=('###',), min_new_tokens=6)
   speak = lambda: list(sampler.speak(np.array([1]), 0, text_lib.Answer()))
   assert speak() == ['one ', '## two ', '']
@@ -376,6 +380,11 @@ def test_a_stop_string_is_not_shown(chat_model, script):
   assert find_stop(np.array(list(b'###12'))) is None
   assert find_stop(np.array(list(b'###12###'))) == 8
   assert calls[0]['min_new_tokens'] == 6
+  # Found wherever the host looks: behind it came the rest of a chunk.
+  list(sampler.pieces([np.array([1])], np.zeros(1, int), whole=True))
+  for call in calls:
+    rest = b'x' * (call['shape'].chunk - 3)
+    assert call['find_stop'](np.array(list(b'abcdef###' + rest))) == 9
 
 
 # ---- Conversation ------------------------------------------------------------

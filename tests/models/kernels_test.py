@@ -55,11 +55,14 @@ def _check(f, args, name, dtype):
     expected = jax.tree.map(np.asarray, expected)
   with attention.force(name, interpret=True):
     actual = jax.jit(lambda *a: f(*a))(*args)
-  half = dtype == jnp.bfloat16
-  tolerance = 'attention_bfloat16' if half else 'gradient_layout_float32'
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     assert a.dtype == dtype
-    testing.assert_norm_close(a, b, tolerance)
+    if dtype == jnp.float32:
+      testing.assert_norm_close(a, b, 'gradient_layout_float32')
+    else:
+      # Weights, outputs and gradients are rounded by up to 2^-9 each.
+      error = np.linalg.norm(np.asarray(a, np.float64) - b)
+      assert error < 5e-3 * np.linalg.norm(b)
   return actual
 
 
@@ -68,7 +71,7 @@ def _check(f, args, name, dtype):
   'dtype, length, shared',
   # Padded to blocks, with more of a prefix than is joined at once; whole
   # blocks, without one.
-  [(jnp.float32, 150, 70), (jnp.bfloat16, 256, 0), (jnp.bfloat16, 150, 5)],
+  [(jnp.float32, 300, 140), (jnp.bfloat16, 256, 0), (jnp.bfloat16, 150, 5)],
 )
 def test_rows_and_their_gradients(name, dtype, length, shared):
   args = _rows(dtype, length, shared=shared)

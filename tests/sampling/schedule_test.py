@@ -14,7 +14,7 @@ from rlhf_jax.sampling import schedule
     # Halves: of widths three, of places four, of slots three.
     (1024, 3072, 256, 1, (256, 512, 1024), (512, 1024, 2048, 4096),
      (64, 128, 256)),
-    (100, 500, 48, 1, (50, 100), (300, 600), (48,)),
+    (100, 500, 48, 1, (50, 100), (384, 640), (48,)),
     # Rows are a multiple of the data groups, halves too.
     (12, 8, 62, 8, (12,), (20,), (32, 64)),
     (12, 8, 65, 8, (12,), (20,), (72,)),
