@@ -178,6 +178,15 @@ def test_never_more_than_a_chunk_of_logits():
   text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(states, head))
   assert '[2,8,11]' in text
   assert '[2,64,11]' not in text
+  # Nor for the exact divergence, which chunks both heads together.
+  exact = lambda s, h: jnp.sum(
+    heads.token_scores(
+      s, (h, 0), *rest, reference=(states + 1, (head, 0)), head_chunk=16
+    ).divergence
+  )
+  text = str(jax.make_jaxpr(jax.grad(exact, argnums=(0, 1)))(states, head))
+  assert '[2,8,11]' in text
+  assert '[2,64,11]' not in text
   assert '[8,2,8,11]' not in text
 
 
