@@ -63,9 +63,15 @@ def rejected(
   if truncated:
     result |= rollout.truncated
   if uniform_groups:
-    statistics_ = _GROUP_STATISTICS(scores, rollout.group, ~result)
-    result |= np.asarray(statistics_.std) == 0
+    result |= uniform(scores, rollout.group, ~result)
   return result
+
+
+def uniform(
+  scores: np.ndarray, group: np.ndarray, valid: np.ndarray
+) -> np.ndarray:
+  """Sequences in whose group all valid scores are equal: [N] bool."""
+  return np.asarray(_GROUP_STATISTICS(scores, group, valid).std) == 0
 
 
 def split(

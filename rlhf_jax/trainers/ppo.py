@@ -86,8 +86,8 @@ def train(
   if config.evaluation.only:
     return stage.actor
   passes = measure.programs(plan, learners)
-  with timings('compile'):
-    engine.warm_up(relayout(stage.actor), **setup.sampler(1))
+  engine.warm_up(relayout(stage.actor), **setup.sampler(1))
+  run.console.note(f'{engine.programs()} programs of the sampler are compiled')
 
   while host.step < last_step:
     timings.clear()

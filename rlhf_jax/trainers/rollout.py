@@ -14,14 +14,12 @@ import numpy as np
 from rlhf_jax import keys
 from rlhf_jax import metrics
 from rlhf_jax import types
-from rlhf_jax.algorithms import advantages
 from rlhf_jax.data import pipeline
 from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import engine
 from rlhf_jax.trainers import evaluate
+from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import setup as setup_lib
-
-_GROUP_STATISTICS = jax.jit(advantages.group_statistics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +143,9 @@ def _rewards(setup, rollout, prompts) -> rewards_lib.RewardResult:
 def _uniform_groups(sampled: Sampled) -> np.ndarray:
   """Groups in which all scores are equal, ascending."""
   scores, group = sampled.rewards.scores, sampled.rollout.group
-  known = np.isfinite(scores)
-  std = np.asarray(_GROUP_STATISTICS(scores, group, known).std)
-  return np.setdiff1d(group, group[std > 0])
+  return np.unique(
+    group[experience_lib.uniform(scores, group, np.isfinite(scores))]
+  )
 
 
 def _replace(

@@ -234,6 +234,61 @@ def test_actor_loss_by_hand():
   assert metrics.compute(statistics)['actor/entropy'] == 2.0
 
 
+def test_importance_selection_and_exact_kl_by_hand():
+  # As above: losses -3 and -1.2, weights 1/2.  Importance (2, 1/2):
+  #   (-3 * 2 - 1.2 * 0.5) / 2 = -3.3
+  # Selected tokens of a loss that makes theirs 0, the second: -3 * 2 / 2 = -3.
+  # Exact divergences (0.4, 0.8): mean 0.6, times 0.5: + 0.3.
+  # Weights inside the loss, exp(new - old) = (1, 2) without a bound:
+  #   (-3 * 1 - 1.2 * 2) / 2 = -2.7
+  batch = _one_row(
+    old_logprobs=[-1, -2 - np.log(2), np.nan],
+    reference_logprobs=[-1, -2, np.nan],
+    advantages=[3, 1, np.nan],
+  )
+  logprobs = jnp.array([[-1.0, -2.0, -5.0]])
+  asked = []
+
+  def score(logprobs, *, rows, **wanted):
+    asked.append(wanted)
+    return types.Scores(
+      logprobs=logprobs,
+      entropy=jnp.zeros((1, 3)),
+      divergence=jnp.array([[0.4, 0.8, 7.0]]),
+    )
+
+  def stopped(*args, selected, **kwargs):
+    losses, statistics = policy_losses.ppo(*args, **kwargs)
+    return jnp.where(selected, 0.0, losses), statistics
+
+  def value(batch, coefs=_COEFS, **changes):
+    options = dict(
+      score=score,
+      policy_loss=policy_losses.ppo,
+      kl_estimator=kl.k3,
+      on_policy=False,
+      with_entropy_gradient=False,
+      with_reference=False,
+    )
+    return update.actor_loss(logprobs, batch, coefs, **(options | changes))[0]
+
+  weighted = batch.replace(importance=np.array([[2, 0.5, 9]], np.float32))
+  np.testing.assert_allclose(value(weighted), -3.3, rtol=1e-6)
+  picked = weighted.replace(selected=np.array([[False, True, False]]))
+  np.testing.assert_allclose(value(picked, policy_loss=stopped), -3, rtol=1e-6)
+  exact = weighted.replace(reference_states=np.zeros((1, 3, 2), np.float32))
+  total = value(
+    exact, _COEFS | {'reference_head': 'head'}, with_reference=True,
+    kl_estimator=None,
+  )  # fmt: skip
+  np.testing.assert_allclose(total, -3.3 + 0.3, rtol=1e-6)
+  head, states = asked[-1]['reference']
+  assert head == 'head' and states is exact.reference_states
+  inside = lambda new, old, mask: jnp.where(mask, jnp.exp(new - old), 0.0)
+  total = value(batch, importance=inside)
+  np.testing.assert_allclose(total, -2.7, rtol=1e-6)
+
+
 def test_actor_loss_on_policy_by_hand():
   # The old log-probs are the new ones: ratios 1, losses -A: (-3 - 1) / 2 = -2,
   # gradient -A w = (-1.5, -0.5).  Those of the batch are the sampler's; the
