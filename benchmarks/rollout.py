@@ -27,6 +27,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from update import SMOLLM2_135M  # the script beside this one
 
 from rlhf_jax import keys
 from rlhf_jax.models import attention
@@ -39,20 +40,6 @@ from rlhf_jax.sampling import engine
 from rlhf_jax.sampling import pick
 from rlhf_jax.sharding import mesh as mesh_lib
 
-SMOLLM2 = model_config.ModelConfig(
-  family='llama',
-  vocab_size=49152,
-  d_model=576,
-  d_mlp=1536,
-  num_layers=30,
-  num_heads=9,
-  num_kv_heads=3,
-  head_dim=64,
-  max_positions=8192,
-  rope_theta=100000.0,
-  norm_eps=1e-5,
-  tied_embeddings=True,
-)
 SMALL = model_config.ModelConfig(
   family='llama',
   vocab_size=259,
@@ -408,7 +395,7 @@ def main():
     sys.exit(f'unknown {sorted(unknown)}: choose of {names}')
   model = None
   if set(wanted) - {'small', 'recompile'}:
-    config = hf.load_config(args.model) if args.model else SMOLLM2
+    config = hf.load_config(args.model) if args.model else SMOLLM2_135M
     model = Model(config, args.model)
   if 'batch' in wanted:
     against_peer('batch', model, args, 32)

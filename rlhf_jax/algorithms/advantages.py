@@ -20,9 +20,6 @@ from rlhf_jax.algorithms import groups
 
 Array = types.Array
 
-GroupStatistics = groups.GroupStatistics
-group_statistics = groups.group_statistics
-
 
 def token_rewards(
   scores: Array,
@@ -493,7 +490,7 @@ def _squared_score_norm(mask, logprobs, sum_squares, importance):
 
 def _statistics_of_sequences(scores, group, mask):
   has_action = jnp.any(jnp.asarray(mask, bool), axis=1)
-  return group_statistics(scores, group, has_action)
+  return groups.group_statistics(scores, group, has_action)
 
 
 def _over_std(advantages, std, epsilon):

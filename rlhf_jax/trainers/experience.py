@@ -21,6 +21,7 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import advantages as advantages_lib
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.algorithms import filtration
+from rlhf_jax.algorithms import groups
 from rlhf_jax.algorithms import value_losses
 from rlhf_jax.data import packing
 from rlhf_jax.models import config as model_config
@@ -28,7 +29,7 @@ from rlhf_jax.models import flops
 from rlhf_jax.sharding import rules
 
 # Called once a step: compiled, since their loops would be traced anew.
-_GROUP_STATISTICS = jax.jit(advantages_lib.group_statistics)
+_GROUP_STATISTICS = jax.jit(groups.group_statistics)
 _GROUP_METRICS = jax.jit(advantages_lib.group_metrics)
 _EXPLAINED_VARIANCE = jax.jit(value_losses.explained_variance)
 
