@@ -20,6 +20,7 @@ from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import heads
+from rlhf_jax.planner import memory
 from rlhf_jax.sampling import engine
 from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import checks
@@ -49,30 +50,23 @@ def train(
   Returns:
     The actor's parameters after the last step.
   """
+  computes = parts(setup)
+  setup = memory.ahead(setup, run, computes)
   config, numbers, mesh = setup.config, setup.numbers, setup.mesh
   host = run.host
   algorithm, seed = config.algorithm, config.seed
   last_step = setup.first_step + numbers.steps
 
   # ---- Roles and programs: each program is compiled once -----------------
-  plan = algorithm_lib.plan(config, numbers.updates_per_step)
-  learners = _learners(setup, plan.critic and not config.evaluation.only)
+  plan, learners = computes.plan, computes.learners
+  programs, passes = computes.updates, computes.passes
+  relayout = computes.relayout
   stage = roles.begin_or_restore(
     setup,
     run,
     learners,
     params,
     with_reference=plan.reference and not config.evaluation.only,
-  )
-  losses = _losses(config, learners, plan)
-  programs = {
-    role: roles.programs(
-      setup, learners[role], losses[role], stage.states[role]
-    )
-    for role in learners
-  }
-  relayout = engine.relayout_program(
-    mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
   )
   timings = run_lib.Timings()
   rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, mesh=mesh)
@@ -85,7 +79,6 @@ def train(
     run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
     return stage.actor
-  passes = measure.programs(plan, learners)
   engine.warm_up(relayout(stage.actor), **setup.sampler(1))
   run.console.note(f'{engine.programs()} programs of the sampler are compiled')
 
@@ -282,6 +275,30 @@ def train(
     if run.due(config.checkpoint.every, setup):
       run.save(stage.states)
   return stage.actor
+
+
+def parts(setup: setup_lib.Setup) -> roles.Parts:
+  """All functions that a PPO stage computes with, before any array exists."""
+  config = setup.config
+  plan = algorithm_lib.plan(config, setup.numbers.updates_per_step)
+  learners = _learners(setup, plan.critic and not config.evaluation.only)
+  losses = _losses(config, learners, plan)
+  return roles.Parts(
+    plan=plan,
+    learners=learners,
+    updates={
+      role: roles.programs(setup, learners[role], losses[role])
+      for role in learners
+    },
+    passes={}
+    if config.evaluation.only
+    else measure.programs(plan, learners),
+    relayout=engine.relayout_program(
+      setup.mesh,
+      learners['actor'].specs,
+      setup_lib.dtype(config.rollout.dtype),
+    ),
+  )
 
 
 def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:

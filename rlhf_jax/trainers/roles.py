@@ -18,6 +18,7 @@ from rlhf_jax.models import hf
 from rlhf_jax.models import spec
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -33,6 +34,17 @@ class Learner:
   optimizer: optax.GradientTransformation
   learning_rate: Callable[[types.Array], types.Array]
   max_grad_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What a stage computes with, known before there is any array."""
+
+  learners: dict[str, Learner]  # 'actor', perhaps 'critic'
+  updates: dict[str, dict[str, Callable]]  # role -> see `programs`
+  relayout: Callable[[types.PyTree], types.PyTree]
+  plan: algorithm.Plan | None = None  # None in a supervised stage
+  passes: dict[str, Callable] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -133,14 +145,13 @@ def programs(
   setup: setup_lib.Setup,
   learner_: Learner,
   loss: Callable[..., tuple],
-  state: state_lib.TrainState,
 ) -> dict[str, Callable]:
   """The jitted programs that update a role, see `update.programs`."""
   return update.programs(
     loss,
     learner_.optimizer,
     learner_.learning_rate,
-    params=state.params,
+    params=spec.abstract(learner_.specs, jnp.float32),
     specs=learner_.specs,
     mesh=setup.mesh,
     max_grad_norm=learner_.max_grad_norm,

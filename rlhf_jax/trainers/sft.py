@@ -10,6 +10,7 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
+from rlhf_jax.planner import memory
 from rlhf_jax.sampling import engine
 from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import roles
@@ -31,22 +32,15 @@ def train(
   Returns:
     The parameters after the last step.
   """
+  computes = parts(setup)
+  setup = memory.ahead(setup, run, computes)
   config, numbers, mesh = setup.config, setup.numbers, setup.mesh
   host = run.host
   last_step = setup.first_step + numbers.steps
 
   # ---- Role and programs ---------------------------------------------------
-  learner = roles.learner(setup, 'actor', numbers.steps)
-  stage = roles.begin_or_restore(setup, run, {'actor': learner}, params)
-  programs = roles.programs(
-    setup,
-    learner,
-    functools.partial(update.supervised_loss, score=learner.score),
-    stage.states['actor'],
-  )
-  relayout = engine.relayout_program(
-    mesh, learner.specs, setup_lib.dtype(config.rollout.dtype)
-  )
+  stage = roles.begin_or_restore(setup, run, computes.learners, params)
+  programs, relayout = computes.updates['actor'], computes.relayout
 
   # ---- Before the first step -----------------------------------------------
   run.console.start_stage(
@@ -95,6 +89,19 @@ def train(
     if run.due(config.checkpoint.every, setup):
       run.save(stage.states)
   return stage.actor
+
+
+def parts(setup: setup_lib.Setup) -> roles.Parts:
+  """All functions that a supervised stage computes with."""
+  learner = roles.learner(setup, 'actor', setup.numbers.steps)
+  loss = functools.partial(update.supervised_loss, score=learner.score)
+  return roles.Parts(
+    learners={'actor': learner},
+    updates={'actor': roles.programs(setup, learner, loss)},
+    relayout=engine.relayout_program(
+      setup.mesh, learner.specs, setup_lib.dtype(setup.config.rollout.dtype)
+    ),
+  )
 
 
 def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:

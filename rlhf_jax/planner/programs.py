@@ -1,0 +1,306 @@
+"""All programs of a stage, with abstract arguments, ready to be compiled.
+
+They are the very functions that the loop calls, with arguments of the same
+shapes and shardings: what is compiled here is not compiled again there.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from rlhf_jax import types
+from rlhf_jax.models import flops
+from rlhf_jax.models import heads
+from rlhf_jax.sampling import engine
+from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import roles as roles_lib
+from rlhf_jax.trainers import setup as setup_lib
+from rlhf_jax.trainers import state as state_lib
+
+Compiled = jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One jitted function as a stage calls it."""
+
+  name: str  # 'actor/accumulate'
+  phase: str  # as in `timing_s/PHASE`
+  function: Callable  # jitted
+  # (arguments, keywords) of a call, from the programs compiled before it.
+  arguments: Callable[[Mapping[str, Compiled]], tuple[tuple, dict]]
+  calls: float  # a step
+  flops: float = 0.0  # of a call, over all devices
+  trips: float = 1.0  # of a loop whose length is data
+  # Arguments (by place or keyword) and results that live only for the call;
+  # all others are in the `Plan`.
+  passing: tuple[int | str, ...] = ()
+  result_passes: bool = False
+  by_rows: bool = False  # its shapes follow the micro-batch
+
+  def lower(self, compiled: Mapping[str, Compiled]) -> jax.stages.Lowered:
+    arguments, keywords = self.arguments(compiled)
+    return self.function.lower(*arguments, **keywords)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The programs of a stage, and what its devices hold meanwhile."""
+
+  programs: list[Program]
+  # Kind -> abstract arrays that live all stage.
+  resident: dict[str, types.PyTree]
+  # Phase -> kind -> abstract arrays that live in that phase.
+  in_phase: dict[str, Callable[[Mapping[str, Compiled]], dict[str, Any]]]
+
+
+def of_stage(setup: setup_lib.Setup, parts: roles_lib.Parts) -> Plan:
+  """The programs of a PPO or supervised stage.
+
+  Args:
+    setup: of the stage; `numbers` decides the micro-batch.
+    parts: what the stage computes with.
+  """
+  states = {
+    role: state_lib.abstract(one.optimizer, setup.mesh, one.specs)
+    for role, one in parts.learners.items()
+  }
+  resident = {}
+  for role, state in states.items():
+    resident[f'{role} parameters'] = state.params
+    resident[f'{role} optimizer'] = state.opt_state
+  reference = None
+  if parts.plan is not None and parts.plan.reference:
+    reference = states['actor'].params
+    resident['reference'] = reference
+  found = _updates(setup, parts, states, reference)
+  in_phase = {
+    f'update_{role}': lambda done, role=role: {'gradients': states[role].params}
+    for role in states
+  }
+  if parts.plan is not None:
+    found += _passes(setup, parts, states, reference)
+    found += _rollout(setup, parts, states['actor'].params)
+    in_phase['gen'] = _rollout_arrays
+  order = list(PHASES)
+  found.sort(key=lambda program: order.index(program.phase))
+  return Plan(found, resident, in_phase)
+
+
+PHASES = {
+  'relayout': 'weights of the rollout',
+  'gen': 'rollout',
+  'ref': 'log-probs of the reference',
+  'old_log_prob': 'old log-probs',
+  'values': 'values',
+  'update_critic': 'updates of the critic',
+  'update_actor': 'updates of the actor',
+}
+
+
+def microbatches(setup: setup_lib.Setup) -> int:
+  """Micro-batches of a mini-batch whose sequences are all the longest."""
+  training, numbers = setup.config.training, setup.numbers
+  in_row = training.tokens_per_row // numbers.longest_sequence
+  sequences = numbers.sequences_per_step // numbers.minibatches_per_step
+  return math.ceil(sequences / in_row / numbers.rows_per_microbatch)
+
+
+def forward_flops(
+  setup: setup_lib.Setup, tokens: float, *, head: bool, attended: float = 0.0
+) -> float:
+  """Operations of a forward pass over tokens of the longest sequences."""
+  longest = setup.numbers.longest_sequence
+  share = setup.config.rollout.max_new_tokens / longest
+  return flops.forward(
+    setup.model,
+    tokens,
+    tokens * share * head,
+    attended or tokens * longest / 2,
+  )
+
+
+def rows_like(setup: setup_lib.Setup) -> types.Rows:
+  """The abstract `types.Rows` of a micro-batch."""
+  make = lambda dtype: _rows(setup, dtype)
+  return types.Rows(
+    tokens=make(jnp.int32),
+    targets=make(jnp.int32),
+    positions=make(jnp.int32),
+    segment_ids=make(jnp.int32),
+    mask=make(bool),
+    temperature=make(jnp.float32),
+  )
+
+
+def _rows(setup, dtype, *shape):
+  shape = (
+    setup.numbers.rows_per_microbatch,
+    setup.config.training.tokens_per_row,
+    *shape,
+  )
+  axes = ('rows',) + (None,) * (len(shape) - 1)
+  place = rules.sharding(setup.mesh, axes, shape)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def _batch(setup, parts) -> types.TokenBatch:
+  """The abstract `types.TokenBatch` of a micro-batch."""
+  real, plan = _rows(setup, jnp.float32), parts.plan
+  states = importance = selected = None
+  if plan is not None:
+    # `algorithm.correct` gives weights only where importance is on.
+    if plan.correction and setup.config.algorithm.importance.level != 'off':
+      importance = real
+    selected = _rows(setup, bool) if plan.selection else None
+    if plan.exact_loss:
+      states = _states(setup)
+  return types.TokenBatch(
+    rows=rows_like(setup),
+    old_logprobs=real,
+    reference_logprobs=real,
+    advantages=real,
+    old_values=real,
+    returns=real,
+    weights=real,
+    importance=importance,
+    selected=selected,
+    reference_states=states,
+  )
+
+
+def _states(setup):
+  dtype = setup_lib.dtype(setup.config.model.dtype)
+  return _rows(setup, dtype, setup.model.d_model)
+
+
+def _updates(setup, parts, states, reference) -> list[Program]:
+  """zeros, accumulate and apply of every role."""
+  numbers, remat = setup.numbers, setup.config.model.remat
+  tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
+  number = jax.ShapeDtypeStruct((), jnp.float32)
+  batch = _batch(setup, parts)
+  found = []
+  for role, programs in parts.updates.items():
+    state, coefs = states[role], {}
+    if parts.plan is not None:
+      coefs = dict(entropy=number, kl=number)
+      if parts.plan.exact_loss:
+        coefs['reference_head'] = heads.head_params(reference)
+    # A pass backward is two forward, and what it recomputes is another.
+    passes = 3 + (remat not in (False, 'none', 'offload'))
+    forward = forward_flops(setup, tokens, head=role == 'actor')
+    updates = numbers.updates_per_step
+    add = lambda name, calls, arguments, role=role, programs=programs, **more: (
+      found.append(
+        Program(
+          f'{role}/{name}', f'update_{role}', programs[name],
+          lambda done: (arguments, {}), calls, **more,
+        )
+      )
+    )  # fmt: skip
+    add('zeros', updates, (state.params,))
+    add(
+      'accumulate', updates * microbatches(setup),
+      (state.params, state.params, batch, coefs),
+      flops=forward * passes, passing=(2,), by_rows=True,
+    )  # fmt: skip
+    add('apply', updates, (state, state.params))
+  return found
+
+
+def _passes(setup, parts, states, reference) -> list[Program]:
+  """The forward passes of a step, see `measure`."""
+  numbers, plan = setup.numbers, parts.plan
+  tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
+  calls = numbers.minibatches_per_step * microbatches(setup)
+  found = []
+
+  def add(name, phase, role, params, *, head, **keywords):
+    keywords = dict(rows=rows_like(setup)) | keywords
+    found.append(
+      Program(
+        name, phase, parts.passes[role], lambda done: ((params,), keywords),
+        calls, flops=forward_flops(setup, tokens, head=head), by_rows=True,
+        passing=tuple(keywords), result_passes=True,
+      )
+    )  # fmt: skip
+
+  if plan.reference:
+    add('reference', 'ref', 'reference', reference, head=True)
+  if plan.old_pass:
+    exact = {}
+    if plan.divergence:
+      exact['reference'] = heads.head_params(reference), _states(setup)
+    params = states['actor'].params
+    add('log-probs', 'old_log_prob', 'actor', params, head=True, **exact)
+  if plan.critic:
+    add('values', 'values', 'critic', states['critic'].params, head=False)
+  return found
+
+
+def _rollout(setup, parts, params) -> list[Program]:
+  """relayout, and the sampler's programs at their largest."""
+  sampler = setup.sampler(setup.config.rollout.samples_per_prompt)
+  shape, mesh = sampler['shape'], sampler['mesh']
+  sizes = engine.largest(**sampler)
+  # The rollout may run on islands of the training mesh, side by side.
+  sequences = setup.numbers.sequences_per_step * mesh.size // setup.mesh.size
+  prompts = math.ceil(sequences / shape.samples_per_prompt / sizes.prompts)
+  rounds = math.ceil(sequences / sizes.slots)
+  middle = shape.max_prompt_tokens + shape.max_new_tokens / 2
+  forward = functools.partial(flops.forward, setup.model)
+  rows, width, slots = sizes.prompts, sizes.width, sizes.slots
+  prefill = dict(flops=forward(rows * width, rows, rows * width**2 / 2))
+  decode = dict(
+    flops=forward(slots, slots, slots * middle) * shape.chunk, trips=shape.chunk
+  )
+  more = {
+    'prefill': (prompts, prefill),
+    'insert': (math.ceil(sequences / sizes.inserted), {}),
+    'advance': (rounds * math.ceil(shape.max_new_tokens / shape.chunk), decode),
+    'grow': (0, dict(result_passes=True, passing=(0,))),
+  }
+
+  def policy(done):
+    """The weights as the sampler has them: those of its own devices."""
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)
+      ),
+      results(done['relayout']),
+    )
+
+  found = [
+    Program(
+      'relayout', 'relayout', parts.relayout, lambda done: ((params,), {}), 1,
+      result_passes=True,
+    )
+  ]  # fmt: skip
+  for name, function, arguments in engine.ahead(
+    sizes, policy, results, **sampler
+  ):
+    calls, keywords = more.get(name, (0, {}))
+    found.append(Program(name, 'gen', function, arguments, calls, **keywords))
+  return found
+
+
+def _rollout_arrays(done) -> dict[str, Any]:
+  """What the devices hold while they sample."""
+  cache = [done[name].out_info for name in ('prefill', 'insert', 'prefix')
+           if name in done]  # fmt: skip
+  return {'rollout weights': done['relayout'].out_info, 'cache': cache}
+
+
+def results(compiled: Compiled) -> types.PyTree:
+  """Shapes, dtypes and shardings of what a compiled program returns."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    compiled.out_info,
+  )
