@@ -98,7 +98,7 @@ def nearest(
   """The possible sizes that are nearest to those asked for, in words.
 
   The distance is the sum of |log2 (size / asked)|, of which an axis of -1 has
-  none; of equal distances, fewer changed axes and slower ones come first.
+  none; of equal distances, fewer changed axes come first, then larger `fsdp`.
 
   Args:
     asked: sizes; one of -1 is free.
@@ -109,12 +109,12 @@ def nearest(
 
   def distance(sizes):
     changes = [
-      0.0 if asked[name] == -1 else abs(math.log2(size / max(asked[name], 1)))
+      0.0 if asked[name] < 1 else abs(math.log2(size / asked[name]))
       for name, size in sizes.items()
     ]
-    slow_first = [sizes[name] for name in reversed(AXES)]
+    simple = [sizes[name] for name in ('context', 'tensor', 'data')]
     # Rounded: 1 + log2(4 / 3) is log2(8 / 3).
-    return round(sum(changes), 6), sum(map(bool, changes)), slow_first
+    return round(sum(changes), 6), sum(map(bool, changes)), simple
 
   possible = sorted(filter(fits, _factorisations(devices)), key=distance)
   return ', or '.join(map(describe, possible[:count])) or 'none'
