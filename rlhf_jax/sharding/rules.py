@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from rlhf_jax import types
 
@@ -78,11 +79,19 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
+def rows_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+  """Of an array `[R, ...]` that is split over its rows."""
+  return sharding(mesh, ('rows',) + (None,) * (len(shape) - 1), shape)
+
+
 def rows(mesh: Mesh, tree: types.PyTree) -> types.PyTree:
   """Puts a tree of host arrays `[R, ...]` on the mesh, split over its rows."""
-  return jax.tree.map(
-    lambda x: jax.device_put(
-      x, sharding(mesh, ('rows',) + (None,) * (x.ndim - 1), x.shape)
-    ),
-    tree,
-  )
+  return jax.tree.map(lambda x: put(x, rows_sharding(mesh, x.shape)), tree)
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """An array of a host value that all processes have alike."""
+  if sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  # `device_put` would send the whole value around to compare it.
+  return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
