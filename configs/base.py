@@ -101,6 +101,9 @@ def get_config() -> ConfigDict:
   # 16 tokens, and slower than `stop`.
   config.rollout.stop_strings = ()
   config.rollout.slots = 256  # sequences that decode at the same time
+  # Sample on all devices of the job together, not in each process by itself:
+  # for a model that the devices of one process cannot hold.
+  config.rollout.whole_mesh = False
   config.rollout.share_prefix = True  # compute what all prompts share once
   config.rollout.dtype = 'auto'  # float32 | bfloat16 | auto
   # Old log-probs: recompute (by the trainer) | reuse (those of the sampler).

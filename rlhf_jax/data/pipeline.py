@@ -117,7 +117,11 @@ class PromptStream:
         f'a batch of {count} prompts from a data set of {len(self)}: ask for'
         f' 1 to {len(self)}, or add data'
       )
-    positions = [int(self._order[cursor + i]) for i in range(count)]
+    return self.at(range(cursor, cursor + count))
+
+  def at(self, samples: Sequence[int]) -> list[Prompt]:
+    """The prompts of these samples of the stream."""
+    positions = [int(self._order[int(i)]) for i in samples]
     if self._kept is not None:
       positions = [int(self._kept[p]) for p in positions]
     return [self._prompt(index) for index in positions]

@@ -145,8 +145,7 @@ def _rows(setup, dtype, *shape):
     setup.config.training.tokens_per_row,
     *shape,
   )
-  axes = ('rows',) + (None,) * (len(shape) - 1)
-  place = rules.sharding(setup.mesh, axes, shape)
+  place = rules.rows_sharding(setup.mesh, shape)
   return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 

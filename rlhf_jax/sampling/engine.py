@@ -536,7 +536,7 @@ def largest(
 ) -> Sizes:
   """The sizes that need the most memory; keywords as for `warm_up`."""
   del unused
-  groups = mesh_lib.data_groups(mesh)
+  groups = mesh_lib.rollout_groups(mesh)
   sizes = _buckets(shape, 0 if prefix is None else len(prefix), groups)
   width, slots = sizes.widths[-1], sizes.slots[-1]
   return Sizes(
@@ -589,7 +589,7 @@ def ahead(
   of_prompts = lambda *shape: jax.ShapeDtypeStruct(
     shape,
     np.int32,
-    sharding=rules.sharding(mesh, ('rows', None)[: len(shape)], shape),
+    sharding=rules.rows_sharding(mesh, shape, rules.ROLLOUT),
   )
   shared = lambda done: None
   if prefix is not None and len(prefix):

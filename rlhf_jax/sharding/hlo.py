@@ -1,4 +1,4 @@
-"""What a compiled program says of itself: its collectives, from the HLO text."""
+"""Collectives of a compiled program, read from its HLO text."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -199,10 +199,10 @@ def _runs(computations, entry: str, trips: float) -> dict[str, float]:
 
 def _operands(rest: str) -> list[str]:
   """Names between the parentheses that begin `rest`."""
-  depth = 0
+  depth = end = 0
   for end, character in enumerate(rest):
     depth += (character == '(') - (character == ')')
-    if depth == 0:
+    if not depth:
       break
   return re.findall(r'%([\w.\-]+)', rest[: end + 1])
 

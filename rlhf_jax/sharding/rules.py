@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from rlhf_jax import types
 from rlhf_jax.sharding import mesh as mesh_lib
@@ -252,11 +253,26 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
+def rows_sharding(
+  mesh: Mesh, shape: tuple[int, ...], rules: Rules = TRAINING
+) -> NamedSharding:
+  """Of an array [R] or [R, L, ...] that is split over its rows and places."""
+  axes = ('rows', 'places')[: len(shape)] + (None,) * (len(shape) - 2)
+  return sharding(mesh, axes, shape, rules)
+
+
 def rows(
   mesh: Mesh, tree: types.PyTree, rules: Rules = TRAINING
 ) -> types.PyTree:
   """Puts a tree of host arrays [R], [R, L, ...] on the mesh, in parts."""
-  axes = lambda x: ('rows', 'places')[: x.ndim] + (None,) * (x.ndim - 2)
   return jax.tree.map(
-    lambda x: jax.device_put(x, sharding(mesh, axes(x), x.shape, rules)), tree
+    lambda x: put(x, rows_sharding(mesh, x.shape, rules)), tree
   )
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """An array of a host value that all processes have alike."""
+  if sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  # `device_put` would send the whole value around to compare it.
+  return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])

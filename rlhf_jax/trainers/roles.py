@@ -16,7 +16,9 @@ from rlhf_jax import types
 from rlhf_jax.models import heads
 from rlhf_jax.models import hf
 from rlhf_jax.models import spec
+from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import run as run_lib
@@ -156,6 +158,25 @@ def programs(
     mesh=setup.mesh,
     max_grad_norm=learner_.max_grad_norm,
   )
+
+
+def relayout_program(
+  setup: setup_lib.Setup, learner_: Learner
+) -> Callable[[types.PyTree], types.PyTree]:
+  """See `engine.relayout_program`."""
+  return engine.relayout_program(
+    setup.mesh, learner_.specs, setup_lib.dtype(setup.config.rollout.dtype)
+  )
+
+
+def relayout(
+  setup: setup_lib.Setup, program: Callable[[types.PyTree], types.PyTree]
+) -> Callable[[types.PyTree], types.PyTree]:
+  """`relayout(params)`: the policy as this island's sampler takes it.
+
+  `program` is that of `Parts`.
+  """
+  return lambda params: multihost.to_rollout(setup.islands, program(params))
 
 
 def actor_params(

@@ -6,6 +6,7 @@ teach nothing: they are replaced by new prompts, a few rounds long.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from rlhf_jax import types
 from rlhf_jax.data import pipeline
 from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import engine
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -40,6 +42,7 @@ def sample(
   *,
   step: int,
   cursor: int,
+  own: np.ndarray,
   policy_version: int,
   greedy_baseline: bool,
   timings: Callable[..., Any],
@@ -51,49 +54,62 @@ def sample(
     policy: in the rollout layout.
     step: global step; all draws are addressed by it.
     cursor: prompts of the stream that earlier steps have read.
+    own: prompts of the step that this island answers, ascending.
     policy_version: written to the rollout.
     greedy_baseline: also score a greedy response to every prompt.
     timings: `with timings(name)` measures.
+
+  Returns:
+    The island's part of the step.
   """
-  config = setup.config
+  config, islands = setup.config, setup.islands
   rounds = config.algorithm.dynamic_sampling.rounds
-  count = config.rollout.prompts_per_step
-  one_round = lambda prompts, round_: _round(
-    setup, policy, prompts, keys.key(config.seed, 'rollout', step, round_),
-    policy_version, greedy_baseline, timings,
+  read = config.rollout.prompts_per_step
+  one_round = functools.partial(
+    _round, setup, policy, policy_version=policy_version,
+    greedy_baseline=greedy_baseline, timings=timings,
   )  # fmt: skip
-  prompts = setup.train.batch(cursor, count)
   # The address of the first round has no number: it is that of a run without.
-  result = _round(
-    setup, policy, prompts, keys.key(config.seed, 'rollout', step),
-    policy_version, greedy_baseline, timings,
-  )  # fmt: skip
-  read, replaced = count, 0
+  result = one_round(cursor + own, own, keys.key(config.seed, 'rollout', step))
+  replaced = 0
   for round_ in range(rounds):
     uniform = _uniform_groups(result)
-    if not len(uniform):
+    counts = np.array(multihost.gather(islands, len(uniform)))
+    if not counts.sum():
       break
-    fresh = setup.train.batch(cursor + read, len(uniform))
-    read += len(fresh)
-    new = one_round(fresh, round_)
-    better = np.setdiff1d(np.arange(len(fresh)), _uniform_groups(new))
-    replaced += len(better)
-    result = _replace(result, uniform[: len(better)], new, better)
+    first = int(counts[: islands.index].sum())
+    fresh = first + np.arange(len(uniform))
+    key = keys.key(config.seed, 'rollout', step, round_)
+    if len(uniform):
+      new = one_round(cursor + read + fresh, fresh, key)
+      better = np.setdiff1d(np.arange(len(fresh)), _uniform_groups(new))
+      replaced += len(better)
+      result = _replace(result, uniform[: len(better)], new, better)
+    read += int(counts.sum())
   measured = {}
   if rounds:
     measured = {
-      'training/groups_replaced': metrics.mean(replaced),
+      'training/groups_replaced': metrics.sum(replaced),
+      # Every island says the same.
       'training/prompts_sampled': metrics.mean(read),
     }
   return dataclasses.replace(result, prompts_read=read, metrics=measured)
 
 
 def _round(
-  setup, policy, prompts, key, policy_version, greedy_baseline, timings
-) -> Sampled:
-  """Responses to these prompts, with their rewards."""
-  config = setup.config
+    setup, policy, places, numbers, key, *, policy_version, greedy_baseline,
+    timings,
+) -> Sampled:  # fmt: skip
+  """Responses to some prompts, with their rewards.
+
+  `places` [B] are those of the prompts in the stream, `numbers` [B] what
+  addresses the draws of each.
+  """
+  config, islands = setup.config, setup.islands
+  samples = config.rollout.samples_per_prompt
+  prompts = setup.train.at(places)
   ids = [prompt.ids for prompt in prompts]
+  seeds = numbers[:, None] * samples + np.arange(samples)
   greedy = None
   with timings('gen'):
     rollout = engine.generate(
@@ -106,21 +122,26 @@ def _round(
       top_p=config.rollout.top_p,
       min_p=config.rollout.min_p,
       min_new_tokens=config.rollout.min_new_tokens,
-      **setup.sampler(config.rollout.samples_per_prompt),
+      seeds=seeds.reshape(-1),
+      **setup.sampler(samples),
     )
     if greedy_baseline:
       greedy = engine.generate(
         policy, ids, key, temperature=0.0, **setup.sampler(1)
       )
   with timings('reward'):
-    rewards = _rewards(setup, rollout, prompts)
+    rewards = multihost.from_leader(
+      islands, lambda: _rewards(setup, rollout, prompts)
+    )
     penalty = config.algorithm.truncated_penalty
     rewards = dataclasses.replace(
       rewards, scores=rewards.scores - np.float32(penalty) * rollout.truncated
     )
     baseline = None
     if greedy is not None:
-      of_prompts = _rewards(setup, greedy, prompts)
+      of_prompts = multihost.from_leader(
+        islands, lambda: _rewards(setup, greedy, prompts)
+      )
       baseline = of_prompts.scores[rollout.group]
       events = [*rewards.events, *of_prompts.events]
       rewards = dataclasses.replace(rewards, events=events)

@@ -22,6 +22,7 @@ from rlhf_jax.monitor import console as console_lib
 from rlhf_jax.monitor import report
 from rlhf_jax.monitor import writers
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import setup as setup_lib
@@ -107,6 +108,7 @@ class Run:
       setup.tokenizer,
       setup.rewards,
       setup.reward_weights,
+      islands=setup.islands,
       seed=config.seed,
       stage=setup.name,
       step=host.step,
@@ -359,7 +361,7 @@ def open_run(
   """
   writer = writers.RunWriter(
     workdir,
-    primary=jax.process_index() == 0,
+    primary=multihost.is_primary(),
     tensorboard=tensorboard,
     wandb=dict(project=wandb, name=workdir.name) if wandb else None,
   )
@@ -382,7 +384,9 @@ def open_run(
     workdir=workdir,
     config=config,
     writer=writer,
-    console=console_lib.Console(total, [setup.name for setup in setups]),
+    console=console_lib.Console(
+      total, [setup.name for setup in setups], enabled=multihost.is_primary()
+    ),
     checkpoints=checkpoints,
     host=host,
     restored_step=step,

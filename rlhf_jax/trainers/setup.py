@@ -17,6 +17,7 @@ from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import arithmetic
@@ -35,7 +36,8 @@ class Setup:
   config: ConfigDict  # with the overrides of the stage
   first_step: int  # global step before its first
   numbers: arithmetic.Numbers
-  mesh: jax.sharding.Mesh
+  mesh: jax.sharding.Mesh  # of training
+  islands: multihost.Islands  # of that mesh
   model: model_config.ModelConfig
   tokenizer: object
   stop_ids: tuple[int, ...]
@@ -69,7 +71,7 @@ class Setup:
       )
     return dict(
       config=self.model,
-      mesh=self.mesh,
+      mesh=self.islands.rollout,
       shape=shape,
       stop_ids=self.stop_ids,
       find_stop=find_stop,
@@ -138,11 +140,6 @@ def stages(
 
 
 def _mesh(config, devices) -> jax.sharding.Mesh:
-  if jax.process_count() > 1:
-    raise ValueError(
-      f'{jax.process_count()} processes: runs of several processes are not'
-      ' supported yet, start one process with all its devices'
-    )
   if not 0 <= config.mesh.devices <= len(devices):
     raise ValueError(
       f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
@@ -229,11 +226,13 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   checks.common(config, trainer, rewards, {x.source for x in held_out})
   if trainer == 'ppo':
     algorithm.check(config, model, rewards)
+  islands = multihost.islands(mesh, whole=config.rollout.whole_mesh)
   numbers = arithmetic.derive(
     config,
     trainer,
     max_positions=model.max_positions,
     data_groups=mesh_lib.data_groups(mesh),
+    islands=islands.count,
     prompts_in_data=len(stream),
   )
   _check_mesh(config, mesh, model)
@@ -249,6 +248,7 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     first_step=first,
     numbers=numbers,
     mesh=mesh,
+    islands=islands,
     model=model,
     tokenizer=tokenizer,
     stop_ids=tuple(sorted(stop)),
@@ -329,10 +329,11 @@ def describe(setup: Setup) -> list[str]:
       sampler['shape'],
       len(setup.prefix),
       sampler['dtype'],
-      mesh_lib.rollout_groups(setup.mesh),
+      mesh_lib.rollout_groups(setup.islands.rollout),
     )
     lines.append(
-      f'  rollout cache          {cache:,} bytes at most, over all devices'
+      f'  rollout cache          {cache:,} bytes at most, over the'
+      f' {setup.islands.rollout.size} devices of an island'
     )
     lines += [f'  note: {note}' for note in algorithm.notes(setup.config)]
   return lines
