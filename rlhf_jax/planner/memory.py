@@ -63,13 +63,25 @@ def compile_all(
   Args:
     plan: see `programs.of_stage`.
     done: programs that are compiled already.
+
+  Raises:
+    DoesNotFit: the compiler says so.
   """
   compiled, seconds = dict(done or {}), {}
   for program in plan.programs:
     if program.name in compiled:
       continue
     began = time.perf_counter()
-    compiled[program.name] = program.lower(compiled).compile()
+    lowered = program.lower(compiled)
+    try:
+      compiled[program.name] = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      # A TPU's compiler knows what the device has.
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      raise DoesNotFit(
+        f'{program.name} does not fit a device by itself: {error}'
+      ) from error
     seconds[program.name] = time.perf_counter() - began
   return Compilation(plan, compiled, seconds)
 
@@ -219,7 +231,12 @@ def largest_that_fits(
   def peak(rows):
     if rows not in tried:
       one = with_microbatch(setup, rows * row)
-      done = compile_all(programs_lib.of_stage(one, parts), fixed)
+      try:
+        done = compile_all(programs_lib.of_stage(one, parts), fixed)
+      except DoesNotFit:
+        if rows == 1:
+          raise
+        return math.inf
       fixed.update(
         (program.name, done.compiled[program.name])
         for program in done.plan.programs
@@ -314,8 +331,7 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
     (
       update and config.model.remat in (False, 'none'),
       worst.temporaries / 2,
-      'model.remat='
-      + ('True' if config.model.remat is False else "'block'"),
+      'model.remat=' + ('True' if config.model.remat is False else "'block'"),
       'one more forward pass in the updates',
     ),
     (

@@ -35,6 +35,7 @@ class Program:
   function: Callable  # jitted
   # (arguments, keywords) of a call, from the programs compiled before it.
   arguments: Callable[[Mapping[str, Compiled]], tuple[tuple, dict]]
+  mesh: jax.sharding.Mesh  # of its devices
   calls: float  # a step
   flops: float = 0.0  # of a call, over all devices
   trips: float = 1.0  # of a loop whose length is data
@@ -200,7 +201,7 @@ def _updates(setup, parts, states, reference) -> list[Program]:
       found.append(
         Program(
           f'{role}/{name}', f'update_{role}', programs[name],
-          lambda done: (arguments, {}), calls, **more,
+          lambda done: (arguments, {}), setup.mesh, calls, **more,
         )
       )
     )  # fmt: skip
@@ -226,8 +227,8 @@ def _passes(setup, parts, states, reference) -> list[Program]:
     found.append(
       Program(
         name, phase, parts.passes[role], lambda done: ((params,), keywords),
-        calls, flops=forward_flops(setup, tokens, head=head), by_rows=True,
-        passing=tuple(keywords), result_passes=True,
+        setup.mesh, calls, flops=forward_flops(setup, tokens, head=head),
+        by_rows=True, passing=tuple(keywords), result_passes=True,
       )
     )  # fmt: skip
 
@@ -278,15 +279,17 @@ def _rollout(setup, parts, params) -> list[Program]:
 
   found = [
     Program(
-      'relayout', 'relayout', parts.relayout, lambda done: ((params,), {}), 1,
-      result_passes=True,
+      'relayout', 'relayout', parts.relayout, lambda done: ((params,), {}),
+      setup.mesh, 1, result_passes=True,
     )
   ]  # fmt: skip
   for name, function, arguments in engine.ahead(
     sizes, policy, results, **sampler
   ):
     calls, keywords = more.get(name, (0, {}))
-    found.append(Program(name, 'gen', function, arguments, calls, **keywords))
+    found.append(
+      Program(name, 'gen', function, arguments, mesh, calls, **keywords)
+    )
   return found
 
 

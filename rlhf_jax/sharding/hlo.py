@@ -28,7 +28,7 @@ _IOTA = re.compile(
 # order, laid out as this mesh, a group differs along these axes (or parts of
 # them, 'a':(2)4).
 _MESH = re.compile(
-  r"replica_groups=mesh\[([^\]]*)\]"
+  r'replica_groups=mesh\[([^\]]*)\]'
   r'(?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}'
 )
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
@@ -161,9 +161,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     op = _OP.search(rest)
     if op:
       current.append(
-        _Instruction(
-          name, rest[: op.start(1)], op.group(1), rest[op.end(1) :]
-        )
+        _Instruction(name, rest[: op.start(1)], op.group(1), rest[op.end(1) :])
       )
   return computations, entry
 
@@ -199,12 +197,12 @@ def _runs(computations, entry: str, trips: float) -> dict[str, float]:
 
 def _operands(rest: str) -> list[str]:
   """Names between the parentheses that begin `rest`."""
-  depth = end = 0
-  for end, character in enumerate(rest):
+  depth = 0
+  for place, character in enumerate(rest):
     depth += (character == '(') - (character == ')')
     if not depth:
-      break
-  return re.findall(r'%([\w.\-]+)', rest[: end + 1])
+      return re.findall(r'%([\w.\-]+)', rest[:place])
+  return []
 
 
 def _nbytes(type_: str) -> int:

@@ -323,9 +323,7 @@ def parts(setup: setup_lib.Setup) -> roles.Parts:
       role: roles.programs(setup, learners[role], losses[role])
       for role in learners
     },
-    passes={}
-    if config.evaluation.only
-    else measure.programs(plan, learners),
+    passes={} if config.evaluation.only else measure.programs(plan, learners),
     relayout=roles.relayout_program(setup, learners['actor']),
   )
 
