@@ -125,8 +125,9 @@ def start(asked: chips.Target, arguments: list[str]) -> int:
       flush=True,
     )
   environment = os.environ | chips.environment(target) | {_CHILD: str(target)}
-  given = os.environ.get('XLA_FLAGS', '')
-  environment['XLA_FLAGS'] = f'{given} {environment.get("XLA_FLAGS", "")}'
+  ours = chips.environment(target).get('XLA_FLAGS', '')
+  flags_ = f'{os.environ.get("XLA_FLAGS", "")} {ours}'.strip()
+  environment = environment | ({'XLA_FLAGS': flags_} if flags_ else {})
   code = subprocess.run(
     [sys.executable, __file__, *arguments], env=environment
   ).returncode
