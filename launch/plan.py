@@ -86,9 +86,10 @@ def plan(
   )
   parts = PARTS[setup.trainer](setup)
   if config.training.tokens_per_microbatch == arithmetic.AUTO:
-    setup, done = memory.largest_that_fits(setup, parts, most)
+    setup, done = memory.largest_that_fits(setup, parts, most, _progress)
   else:
-    done = memory.compile_all(programs_lib.of_stage(setup, parts))
+    plan_ = programs_lib.of_stage(setup, parts)
+    done = memory.compile_all(plan_, note=_progress)
   found, costs = memory.phases(done), estimate.costs(done, asked.chip)
   numbers = setup.numbers
   tokens = numbers.sequences_per_step * numbers.longest_sequence
@@ -108,6 +109,10 @@ def plan(
     step=estimate.plain(step),
   )
   return table.lines(setup, asked, found, costs, step, most), values, fits
+
+
+def _progress(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)
 
 
 def start(asked: chips.Target, arguments: list[str]) -> int:

@@ -8,7 +8,7 @@
 does not fit, and picks the micro-batch where that is 'auto'.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 import time
@@ -57,12 +57,14 @@ class Compilation:
 def compile_all(
   plan: programs_lib.Plan,
   done: Mapping[str, jax.stages.Compiled] | None = None,
+  note: Callable[[str], None] = lambda line: None,
 ) -> Compilation:
   """Compiles the programs of a plan, in order.
 
   Args:
     plan: see `programs.of_stage`.
     done: programs that are compiled already.
+    note: is told of every program.
 
   Raises:
     DoesNotFit: the compiler says so.
@@ -83,6 +85,7 @@ def compile_all(
         f'{program.name} does not fit a device by itself: {error}'
       ) from error
     seconds[program.name] = time.perf_counter() - began
+    note(f'{program.name} compiled in {seconds[program.name]:.1f} s')
   return Compilation(plan, compiled, seconds)
 
 
@@ -201,7 +204,10 @@ def with_microbatch(setup: setup_lib.Setup, tokens: int) -> setup_lib.Setup:
 
 
 def largest_that_fits(
-  setup: setup_lib.Setup, parts: roles_lib.Parts, most: int | None
+  setup: setup_lib.Setup,
+  parts: roles_lib.Parts,
+  most: int | None,
+  note: Callable[[str], None] = lambda line: None,
 ) -> tuple[setup_lib.Setup, Compilation]:
   """The largest micro-batch of 1, 2, 4, .. rows per data group that fits.
 
@@ -213,6 +219,7 @@ def largest_that_fits(
     setup: of the stage.
     parts: what it computes with.
     most: bytes of a device.
+    note: is told of every program that is compiled.
 
   Raises:
     DoesNotFit: not even one row does.
@@ -232,7 +239,7 @@ def largest_that_fits(
     if rows not in tried:
       one = with_microbatch(setup, rows * row)
       try:
-        done = compile_all(programs_lib.of_stage(one, parts), fixed)
+        done = compile_all(programs_lib.of_stage(one, parts), fixed, note)
       except DoesNotFit:
         if rows == 1:
           raise
@@ -270,13 +277,13 @@ def check(
   if most is None or worst.peak <= most:
     return
   kinds = ', '.join(
-    f'{kind} {_gib(size)}' for kind, size in worst.held.items() if size
+    f'{kind} {text(size)}' for kind, size in worst.held.items() if size
   )
   lines = [
     f'stage {setup.name!r} does not fit: phase {worst.name!r} needs'
-    f' {worst.peak:,} bytes on a device ({_gib(worst.peak)}), which has'
-    f' {most:,} ({_gib(most)}).',
-    f'  It holds {kinds}, and {_gib(worst.passing)} for {worst.program}.',
+    f' {worst.peak:,} bytes on a device ({text(worst.peak)}), which has'
+    f' {most:,} ({text(most)}).',
+    f'  It holds {kinds}, and {text(worst.passing)} for {worst.program}.',
     '  What would help, cheapest first:',
   ]
   lines += [f'  - {text}' for text in remedies(setup, worst)[:3]]
@@ -347,7 +354,8 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
       'reductions in every layer',
     ),
     (
-      config.model.head_chunk > 256 and worst.program.endswith(_BY_ROWS),
+      256 < config.model.head_chunk <= tokens
+      and worst.program.endswith(_BY_ROWS),
       4 * config.model.head_chunk * setup.model.vocab_size / shape['tensor'],
       f'model.head_chunk={config.model.head_chunk // 2}',
       'smaller products with the vocabulary',
@@ -360,7 +368,7 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
     ),
   ]
   return [
-    f'{what}: about {_gib(saves)} less; costs {costs}'
+    f'{what}: about {text(saves)} less; costs {costs}'
     for applies, saves, what, costs in choices
     if applies and saves > 0
   ]
@@ -371,16 +379,17 @@ _BY_ROWS = ('accumulate', 'reference', 'log-probs', 'values')
 
 def describe(found: Sequence[Phase], most: int | None) -> list[str]:
   """One line per phase."""
-  has = 'no limit' if most is None else f'of {_gib(most)}'
+  has = 'no limit' if most is None else f'of {text(most)}'
   return [
-    f'  memory {phase.name:<13} {_gib(phase.peak):>10} per device {has}:'
-    f' {_gib(sum(phase.held.values()))} stay,'
-    f' {_gib(phase.passing)} for {phase.program}'
+    f'  memory {phase.name:<13} {text(phase.peak):>10} per device {has}:'
+    f' {text(sum(phase.held.values()))} stay,'
+    f' {text(phase.passing)} for {phase.program}'
     for phase in found
   ]
 
 
-def _gib(size: float) -> str:
+def text(size: float) -> str:
+  """Bytes for a person."""
   for unit, name in ((2**30, 'GiB'), (2**20, 'MiB')):
     if size >= unit:
       return f'{size / unit:.2f} {name}'

@@ -61,23 +61,26 @@ def lines(
 
 
 def _memory(found, most) -> list[str]:
+  small = max(phase.peak for phase in found) < 2**30
+  unit, name = (2**20, 'MiB') if small else (2**30, 'GiB')
+  size = lambda n: f'{n / unit:.2f}'
   head = ''.join(f'{kind:>11}' for kind in _KINDS)
   out = [
-    'Memory per device, GiB (activations: temporaries and batches of the'
+    f'Memory per device, {name} (activations: temporaries and batches of the'
     ' largest program)',
     f'  {"phase":<14}{head}{"activations":>13}{"total":>9}',
   ]
   for phase in found:
     sums = [
-      sum(size for kind, size in phase.held.items() if kind.endswith(name))
+      sum(n for kind, n in phase.held.items() if kind.endswith(name))
       for name in _KINDS
     ]
-    numbers = ''.join(f'{_gib(size):>11}' for size in sums)
+    numbers = ''.join(f'{size(n):>11}' for n in sums)
     out.append(
-      f'  {phase.name:<14}{numbers}{_gib(phase.passing):>13}'
-      f'{_gib(phase.peak):>9}  {phase.program}'
+      f'  {phase.name:<14}{numbers}{size(phase.passing):>13}'
+      f'{size(phase.peak):>9}  {phase.program}'
     )
-  return out + ['  of ' + ('no limit' if most is None else _gib(most))]
+  return out + [f'  of {"no limit" if most is None else size(most)}']
 
 
 def _programs(costs) -> list[str]:
@@ -139,14 +142,15 @@ def verdict(setup, found, costs, step, most) -> list[str]:
     out = [f'Verdict: no limit to compare with; {worst.name} needs the most']
   elif worst.peak > most:
     out = [
-      f'Verdict: DOES NOT FIT: {worst.name} needs {_gib(worst.peak)} of'
-      f' {_gib(most)} GiB'
+      f'Verdict: DOES NOT FIT: {worst.name} needs {memory.text(worst.peak)} of'
+      f' {memory.text(most)}'
     ]
     out += [f'  - {text}' for text in memory.remedies(setup, worst)[:3]]
   else:
     out = [
       f'Verdict: fits; {worst.name} needs the most,'
-      f' {_gib(worst.peak)} of {_gib(most)} GiB ({worst.peak / most:.0%})'
+      f' {memory.text(worst.peak)} of {memory.text(most)}'
+      f' ({worst.peak / most:.0%})'
     ]
   return out + [
     f'  - {text}' for text in suggestions(setup, found, costs, step, most)
@@ -195,7 +199,3 @@ def suggestions(setup, found, costs, step, most) -> list[str]:
           f' ({one.largest[-60:]}): a sharding that the compiler made up'
         )
   return out
-
-
-def _gib(size: float) -> str:
-  return f'{size / 2**30:.2f}'
