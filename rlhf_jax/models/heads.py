@@ -156,10 +156,15 @@ def token_scores(
   stored = [
     rules.manual(mesh, {axis: 'embed'}, weight.shape) for weight, axis in heads
   ]
+  # So wide that the gradient is summed over devices in at least float32.  (On
+  # the CPU XLA ends the process over such a sum in bfloat16.)
+  wide = jnp.promote_types(states.dtype, jnp.float32)
+  weights = [weight.astype(wide) for weight in weights]
 
   def local(weights, places):
     whole = [
-      rules.gather_manual(weight, spec) for weight, spec in zip(weights, stored)
+      rules.gather_manual(weight, spec, states.dtype)
+      for weight, spec in zip(weights, stored)
     ]
     return scores(whole, places)
 
@@ -178,6 +183,7 @@ def _scores(
   """
   mask = places[3]
   length = mask.shape[1]
+  weights = [weight.astype(places[0].dtype) for weight in weights]
   of = lambda weights: [*zip(weights, axes), None][:2]
   if width == length:
     return _chunk(*of(weights), *places, **asked)

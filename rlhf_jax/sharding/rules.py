@@ -4,6 +4,7 @@ from collections.abc import Callable
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -182,15 +183,31 @@ def manual(
   return sharding(mesh, names, shape).spec
 
 
-def gather_manual(x: types.Array, spec: PartitionSpec) -> types.Array:
+def gather_manual(
+  x: types.Array, spec: PartitionSpec, dtype: jnp.dtype
+) -> types.Array:
   """Inside `on_places`: the whole of a weight that comes as `manual` says.
 
-  Its gradient is summed into the parts, once.
+  It travels in `dtype`, and its gradient back as x, summed into the parts once.
   """
-  for axis, names in enumerate(spec):
-    if names:
-      x = jax.lax.all_gather(x, names, axis=axis, tiled=True)
-  return x
+  split = [(axis, names) for axis, names in enumerate(spec) if names]
+
+  @jax.custom_vjp
+  def whole(x):
+    y = x.astype(dtype)
+    for axis, names in split:
+      y = jax.lax.all_gather(y, names, axis=axis, tiled=True)
+    return y.astype(x.dtype)
+
+  def backward(_, gradient):
+    for axis, names in split:
+      gradient = jax.lax.psum_scatter(
+        gradient, names, scatter_dimension=axis, tiled=True
+      )
+    return (gradient,)
+
+  whole.defvjp(lambda x: (whole(x), None), backward)
+  return whole(x)
 
 
 def check(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
