@@ -96,6 +96,10 @@ def get_config() -> ConfigDict:
   # 16 tokens, and slower than `stop`.
   config.rollout.stop_strings = ()
   config.rollout.slots = 256  # sequences that decode at the same time
+  # Steps that the rollout runs ahead of training; 0 is on-policy.  More than 0
+  # needs devices of its own, and weights or ratios that correct for it.
+  config.rollout.staleness = 0
+  config.rollout.devices = 0  # of each process, only for rollouts; 0 = shared
   # Sample on all devices of the job together, not in each process by itself:
   # for a model that the devices of one process cannot hold.
   config.rollout.whole_mesh = False

@@ -22,6 +22,7 @@ from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import pick
 from rlhf_jax.sampling import schedule
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 
 # Sequences that `decode.insert` begins in one call, at most.
@@ -385,7 +386,7 @@ class _Rollout:
   def _collect(self) -> list[Piece]:
     """Reads what the slots have drawn; frees those that are done."""
     state = self.state
-    done, stopped, counts = jax.device_get(
+    done, stopped, counts = multihost.fetch(
       (state.done, state.stopped, state.counts)
     )
     self.counts = counts.astype(np.int64)
@@ -394,7 +395,7 @@ class _Rollout:
     look = active if self.find_stop or not self.whole else active & done
     if not look.any():
       return []
-    tokens, logprobs, drawn = jax.device_get(
+    tokens, logprobs, drawn = multihost.fetch(
       (state.tokens, state.logprobs, state.drawn_logprobs)
     )
     pieces, cut = [], np.zeros(len(self.owner), bool)

@@ -14,7 +14,6 @@ import numpy as np
 
 from rlhf_jax import keys
 from rlhf_jax import metrics
-from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
@@ -89,35 +88,26 @@ def train(
   engine.warm_up(relayout(stage.actor), **setup.sampler(1))
   run.console.note(f'{engine.programs()} programs of the sampler are compiled')
 
+  sampler = run.resources.enter_context(
+    rollout_lib.Sampler(
+      setup,
+      relayout,
+      steps=range(host.step, last_step),
+      cursor=host.cursor,
+      greedy_baseline=plan.greedy_baseline,
+    )
+  )
+
   while host.step < last_step:
     timings.clear()
     began = time.perf_counter()
     step = host.step
     train_actor = step - setup.first_step >= config.critic.warmup_steps
-    home, island = experience_lib.assign(
-      config.rollout.prompts_per_step,
-      numbers.minibatches_per_step,
-      islands.count,
-      seed=seed,
-      step=step,
-    )
-    own = np.flatnonzero(island == islands.index)
 
     # ---- Rollout, rewards, and which sequences take part ------------------
-    with timings('relayout'):
-      policy = jax.block_until_ready(relayout(stage.actor))
-    sampled = rollout_lib.sample(
-      setup,
-      policy,
-      step=step,
-      cursor=host.cursor,
-      own=own,
-      policy_version=host.policy_version,
-      greedy_baseline=plan.greedy_baseline,
-      timings=timings,
+    sampled = sampler.take(
+      stage.actor, step=step, policy_version=host.policy_version
     )
-    relayout_bytes = tree.nbytes(policy)
-    del policy  # as large as the weights: freed before the update
     rollout, prompts, rewards = (
       sampled.rollout,
       sampled.prompts,
@@ -141,7 +131,7 @@ def train(
       cost=functools.partial(flops.of_sequences, setup.model),
       **rows,
     )
-    minibatches = split(rollout, home[own])
+    minibatches = split(rollout, sampled.home)
 
     # ---- Old log-probs, reference, values; sampler against trainer --------
     seen = measure.measure(
@@ -295,11 +285,14 @@ def train(
     if setup.validation and run.due(config.evaluation.every, setup):
       with timings('evaluate'):
         computed |= run.validate(setup, relayout, stage.actor)
-    computed |= timings | {
-      'timing_s/step': seconds,
-      'perf/relayout_bytes': relayout_bytes,
-      'training/epoch': setup.train.epoch(host.cursor),
-    }
+    computed |= (
+      sampled.timings
+      | timings
+      | {
+        'timing_s/step': seconds,
+        'training/epoch': setup.train.epoch(host.cursor),
+      }
+    )
     computed |= experience_lib.throughput(
       everyone.lengths,
       everyone.prompt_lengths,

@@ -55,6 +55,10 @@ class Run:
   host: state_lib.HostState
   restored_step: int | None  # checkpoint that the run goes on from
   started: float  # time.time() less what earlier processes worked
+  # What the loops open and `conclude` closes, whatever ended them.
+  resources: contextlib.ExitStack = dataclasses.field(
+    default_factory=contextlib.ExitStack
+  )
 
   def restored_in(self, stage: str) -> int | None:
     """The checkpoint to restore in this stage, None to begin it anew."""
@@ -295,6 +299,7 @@ def conclude(run: Run, reason: str, total_steps: int) -> None:
     reason: 'finished', 'evaluated', 'interrupted' or the error.
     total_steps: of all stages.
   """
+  run.resources.close()
   workdir = run.workdir
   if reason == 'evaluated':  # the summary stays that of the training
     run.console.finish(run.host.last)

@@ -99,7 +99,10 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   names = [name for name, _, _ in config.stages]
   if len(set(names)) != len(names):
     raise ValueError(f'stages must have different names, got {names}')
-  mesh = _mesh(config)
+  training, rollout_devices = multihost.set_aside(
+    _devices(config), config.rollout.devices
+  )
+  mesh = _mesh(config, training)
   tokenizer = tokenizer_lib.load(config.tokenizer or config.model.path)
   model = _model(config)
   tokenizer_lib.check_against_model(tokenizer, model.vocab_size)
@@ -117,6 +120,7 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
         checks.stage_config(config, dict(overrides)),
         first,
         mesh,
+        rollout_devices,
         model,
         tokenizer,
       )
@@ -127,17 +131,18 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   return result
 
 
-def _mesh(config) -> jax.sharding.Mesh:
+def _devices(config) -> list[jax.Device]:
   devices = jax.devices()
   if not 0 <= config.mesh.devices <= len(devices):
     raise ValueError(
       f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
     )
+  return devices[: config.mesh.devices or len(devices)]
+
+
+def _mesh(config, devices) -> jax.sharding.Mesh:
   return mesh_lib.make(
-    config.mesh.data,
-    config.mesh.fsdp,
-    config.mesh.tensor,
-    devices=devices[: config.mesh.devices or len(devices)],
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices=devices
   )
 
 
@@ -166,7 +171,9 @@ def _model(config) -> model_config.ModelConfig:
     ) from error
 
 
-def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
+def _stage(
+  name, trainer, config, first, mesh, rollout_devices, model, tokenizer
+) -> Setup:
   """Loads the data of a stage and checks everything about it."""
   stop = tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)
   if config.model.path:
@@ -213,7 +220,11 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   checks.common(config, trainer, rewards, {x.source for x in held_out})
   if trainer == 'ppo':
     algorithm.check(config, model, rewards)
-  islands = multihost.islands(mesh, whole=config.rollout.whole_mesh)
+  islands = multihost.islands(
+    mesh, whole=config.rollout.whole_mesh, rollout=rollout_devices
+  )
+  if trainer == 'ppo':
+    checks.placement(config, islands)
   numbers = arithmetic.derive(
     config,
     trainer,
