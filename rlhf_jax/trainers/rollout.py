@@ -74,7 +74,8 @@ class Sampler:
     self._greedy_baseline = greedy_baseline
     self._cursor, self._next = cursor, steps.start
     self._ahead = setup.config.rollout.staleness
-    self._begun = collections.deque()  # functions that return a `Sampled`
+    # (step in which it began, function that returns a `Sampled`)
+    self._begun = collections.deque()
     self._thread = None
     if self._ahead:
       self._thread = futures.ThreadPoolExecutor(1, 'rollout')
@@ -103,18 +104,17 @@ class Sampler:
         policy = jax.block_until_ready(self._relayout(params))
       timings['perf/relayout_bytes'] = tree.nbytes(policy)
       for later in range(self._next, last + 1):
-        self._begin(policy, later, policy_version)
+        work = functools.partial(self._sample, policy, later, policy_version)
+        if self._thread is not None:
+          work = self._thread.submit(work).result
+        self._begun.append((step, work))
       self._next = last + 1
-      del policy  # as large as the weights: freed before the update
+      del policy, work  # as large as the weights: freed before the update
+    begun_at, work = self._begun.popleft()
     with timings('rollout'):
-      sampled = self._begun.popleft()()
+      sampled = work()
+    timings['training/staleness'] = step - begun_at
     return dataclasses.replace(sampled, timings=sampled.timings | timings)
-
-  def _begin(self, policy, step, policy_version):
-    work = functools.partial(self._sample, policy, step, policy_version)
-    if self._thread is not None:
-      work = self._thread.submit(work).result
-    self._begun.append(work)
 
   def _sample(self, policy, step, policy_version) -> Sampled:
     config, islands = self._setup.config, self._setup.islands
