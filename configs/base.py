@@ -66,6 +66,8 @@ def get_config() -> ConfigDict:
   config.mesh.data = 1  # replicas of the parameters
   config.mesh.fsdp = -1  # shards of parameters and optimiser; -1 = the rest
   config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
+  config.mesh.context = 1  # shards of the tokens of a row (Ulysses)
+  config.mesh.expert = 1  # must be 1: there are no models with experts
 
   config.data = ConfigDict()
   config.data.train = ConfigDict(dict(source='', args=ConfigDict()))

@@ -102,7 +102,7 @@ def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
   """
   chex.assert_rank([q, k, v, segment_ids], [4, 4, 4, 2])
   chex.assert_equal_shape([k, v])
-  how = _choose('rows', q, k, k.shape[2], k.shape[1])
+  how = _choose('rows', q, k, k.shape[2], k.shape[1], 'training')
   front = lambda x: jnp.moveaxis(x, 1, 2)
   out = _attend(how, _grouped(q, k.shape[2]), front(k), front(v), segment_ids)
   return _ungrouped(out)
@@ -287,9 +287,13 @@ class _How(NamedTuple):
   name: str
   interpret: bool = False
   mesh: jax.sharding.AbstractMesh | None = None  # the work is split over it
+  table: str = 'rollout'  # of RULES: how it is split
 
 
-def _choose(task: str, q: Array, k: Array, kv_heads: int, places: int) -> _How:
+def _choose(
+  task: str, q: Array, k: Array, kv_heads: int, places: int,
+  table: str = 'rollout',
+) -> _How:  # fmt: skip
   """How to do a task, from shapes, platform and mesh of its arrays."""
   meshes = [jax.typeof(x).sharding.mesh for x in (q, k)]
   mesh = next((x for x in meshes if not x.empty), None)
@@ -303,11 +307,13 @@ def _choose(task: str, q: Array, k: Array, kv_heads: int, places: int) -> _How:
     kinds = set(mesh.axis_types)
     if kinds == {AxisType.Manual}:
       mesh = None
-    elif kinds != {AxisType.Auto} or not _divides(mesh, q.shape[0], kv_heads):
+    elif kinds != {AxisType.Auto} or not _divides(
+      mesh, q.shape[0], kv_heads, table
+    ):
       name = 'xla'
   else:
     mesh = None
-  return _How('xla') if name == 'xla' else _How(name, interpret, mesh)
+  return _How('xla') if name == 'xla' else _How(name, interpret, mesh, table)
 
 
 def _platform(mesh) -> str:
@@ -323,10 +329,10 @@ def _platform(mesh) -> str:
   return platform
 
 
-def _divides(mesh, rows: int, kv_heads: int) -> bool:
+def _divides(mesh, rows: int, kv_heads: int, table: str) -> bool:
   sizes = []
-  for name in ('rows', 'kv_heads'):
-    axes = rules.TRAINING[name]
+  for name in ('rows', 'attended_heads'):
+    axes = RULES[table][name]
     if not set(axes) <= set(mesh.axis_names):
       return False
     sizes.append(math.prod(mesh.shape[axis] for axis in axes))
@@ -356,8 +362,9 @@ def _dispatch(
     )
   if how.mesh is None:
     return run
+  table = RULES[how.table]
   specs = lambda many: tuple(
-    jax.sharding.PartitionSpec(*(rules.TRAINING.get(name) for name in one))
+    jax.sharding.PartitionSpec(*(table.get(name) for name in one))
     for one in many
   )
   return jax.shard_map(
@@ -386,8 +393,10 @@ IMPLEMENTATIONS = {
   ),
 }
 
+RULES = {'training': rules.TRAINING, 'rollout': rules.ROLLOUT}
+
 # Logical axes, as in `sharding.rules`: of [R, H, M, L, E], [R, H, L, E], [R, L]
-_QUERY = ('rows', 'kv_heads', None, None, None)
+_QUERY = ('rows', 'attended_heads', None, None, None)
 _ROWS = (_QUERY, _QUERY[:-1], _QUERY[:-1], ('rows', None))
 
 _FORCED: contextvars.ContextVar = contextvars.ContextVar('forced', default=None)

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 
 from rlhf_jax.models import attention
 from rlhf_jax.models import config as config_lib
+from rlhf_jax.models import context
 from rlhf_jax.models import layers
 from rlhf_jax.models import spec as spec_lib
+from rlhf_jax.sharding import rules
 
 Array = jax.Array
 PyTree = Any
@@ -79,13 +81,19 @@ def hidden(
   """
   chex.assert_rank([tokens, positions, segment_ids], 2)
   chex.assert_equal_shape([tokens, positions, segment_ids])
-  table = _rope_table(config, positions, dtype)
+  mesh = rules.mesh_of(tokens, params['embed'])
+  segment_ids = rules.constrain(segment_ids, ('rows', None), mesh)
+  table = _rope_table(config, context.fold(positions, mesh), dtype)
+  axes = jax.tree.map(lambda spec: spec.axes, specs(config))
+  gather = lambda w, axes: rules.gather(w.astype(dtype), axes, mesh)
 
   def block(x, weights):
-    weights = _cast(weights, dtype)
+    weights = jax.tree.map(
+      lambda w, axes: gather(w, axes[1:]), weights, axes['layers']
+    )
     q, k, v = _project(x, weights, config, table)
-    out = attention.attend_rows(q, k, v, segment_ids)
-    return _finish(x, out, weights, config)
+    out = context.attend_rows(q, k, v, segment_ids, mesh)
+    return _split(_finish(x, out, weights, config), mesh)
 
   # Without a policy of ours the scan would write about three times as much for
   # the backward pass: every intermediate, and the weights once more.
@@ -93,9 +101,13 @@ def hidden(
   body = jax.checkpoint(
     block, prevent_cse=False, policy=None if remat else kept
   )
-  x = params['embed'][tokens].astype(dtype)  # R L D
+  embed = _table(params['embed'], dtype, mesh)
+  x = embed[context.fold(tokens, mesh)].astype(dtype)  # R L D
+  x = _split(x, mesh)
   x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params['layers'])
-  return layers.rms_norm(x, params['final_norm'].astype(dtype), config.norm_eps)
+  norm = gather(params['final_norm'], axes['final_norm'])
+  x = layers.rms_norm(x, norm, config.norm_eps)
+  return context.unfold(x, mesh)
 
 
 def hidden_cached(
@@ -255,6 +267,20 @@ def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
   if 'head' not in out and 'value_head' not in out:
     out['head'] = out['embed'].T
   return unstack(out | {'layers': kept})
+
+
+def _table(embed, dtype, mesh):
+  """The embedding for a look-up."""
+  if mesh is None:
+    return embed  # casting all of it costs more than what is looked up
+  axes = 'vocab', 'embed'
+  whole = rules.gather(embed.astype(dtype), axes, mesh)
+  # Its gradient as well: a scatter into parts of the width would move x.
+  return rules.constrain(whole, axes, mesh, rules.ROLLOUT)
+
+
+def _split(x, mesh):
+  return rules.constrain(x, ('row_parts', None, None), mesh)
 
 
 def _cast(weights: PyTree, dtype: Any) -> PyTree:

@@ -216,7 +216,7 @@ def stream(
     ValueError: a prompt is empty or longer than the shape allows, or a request
       is out of range.
   """
-  samples, groups = shape.samples_per_prompt, mesh_lib.data_groups(mesh)
+  samples, groups = shape.samples_per_prompt, mesh_lib.rollout_groups(mesh)
   lengths = _lengths(prompts, shape)
   requests = _requests(
     len(prompts) * samples, shape,
@@ -243,7 +243,7 @@ class _Rollout:
     self.params, self.prompts, self.key = params, prompts, key
     self.lengths, self.requests = lengths, requests
     self.mesh, self.shape, self.sizes = mesh, shape, sizes
-    self.groups = mesh_lib.data_groups(mesh)
+    self.groups = mesh_lib.rollout_groups(mesh)
     self.find_stop, self.whole = find_stop, whole
     self.options = dict(config=config, dtype=dtype)
     self.begin = len(prefix)  # position of place 0 of the cache
@@ -306,7 +306,7 @@ class _Rollout:
     prefilled = decode.prefill(
       self.params,
       self.prefix,
-      *rules.rows(self.mesh, (suffixes, lengths)),
+      *rules.rows(self.mesh, (suffixes, lengths), rules.ROLLOUT),
       **self.options,
     )
     samples = self.shape.samples_per_prompt
@@ -478,7 +478,7 @@ def warm_up(
   del unused
   before = programs()
   prefix = np.zeros(0, np.int32) if prefix is None else np.asarray(prefix)
-  groups = mesh_lib.data_groups(mesh)
+  groups = mesh_lib.rollout_groups(mesh)
   sizes = _buckets(shape, len(prefix), groups)
   options = dict(config=config, dtype=dtype)
   key = jax.random.key(0, impl='threefry2x32')
@@ -494,7 +494,7 @@ def warm_up(
     rows = schedule.prefill_rows(width, sizes.slots[-1], groups)
     blank = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     prefilled = decode.prefill(
-      params, shared, *rules.rows(mesh, blank), **options
+      params, shared, *rules.rows(mesh, blank, rules.ROLLOUT), **options
     )
     for slots in sizes.slots:
       for places in sizes.places:

@@ -18,6 +18,7 @@ from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
+from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import checks
@@ -142,7 +143,12 @@ def _devices(config) -> list[jax.Device]:
 
 def _mesh(config, devices) -> jax.sharding.Mesh:
   return mesh_lib.make(
-    config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices=devices
+    config.mesh.data,
+    config.mesh.fsdp,
+    config.mesh.tensor,
+    config.mesh.context,
+    config.mesh.expert,
+    devices=devices,
   )
 
 
@@ -233,6 +239,7 @@ def _stage(
     islands=islands.count,
     prompts_in_data=len(stream),
   )
+  _check_mesh(config, mesh, model)
   for key in ('model', 'rollout'):
     dtype(config[key].dtype)
   checks.optimizers(config, trainer, numbers)
@@ -257,6 +264,33 @@ def _stage(
       key: float(value.weight) for key, value in config.rewards.items()
     },
   )
+
+
+def _check_mesh(config, mesh, model: model_config.ModelConfig) -> None:
+  """Refuses a mesh that cannot split the models or their rows evenly."""
+  models = {'model': model}
+  if config.critic.path:
+    models['critic'] = hf.load_config(config.critic.path)
+  length = config.training.tokens_per_row
+  rules.check(
+    mesh,
+    {'training.tokens_per_row': ('places', length)}
+    | {
+      f'{role} {field}': (axis, getattr(one, field))
+      for role, one in models.items()
+      for field, axis in _SPLIT.items()
+    },
+  )
+
+
+# Sizes of a model that a mesh must divide, and their logical axes.  Key/value
+# heads are repeated where they are too few.
+_SPLIT = {
+  'd_model': 'embed',
+  'num_heads': 'attended_heads',
+  'd_mlp': 'mlp',
+  'vocab_size': 'vocab',
+}
 
 
 def _prefix(prompts) -> np.ndarray:
@@ -298,7 +332,7 @@ def describe(setup: Setup) -> list[str]:
       sampler['shape'],
       len(setup.prefix),
       sampler['dtype'],
-      mesh_lib.data_groups(setup.islands.rollout),
+      mesh_lib.rollout_groups(setup.islands.rollout),
     )
     lines.append(
       f'  rollout cache          {cache:,} bytes at most, over the'
