@@ -19,13 +19,13 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
-from rlhf_jax.models import heads
 from rlhf_jax.sampling import engine
 from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
+from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import rollout as rollout_lib
 from rlhf_jax.trainers import run as run_lib
@@ -75,7 +75,7 @@ def train(
     mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
   )
   timings = run_lib.Timings()
-  rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, mesh=mesh)
+  fitting = functools.partial(memory.fitting, run, setup)
 
   # ---- Before the first step ----------------------------------------------
   run.console.start_stage(
@@ -131,14 +131,21 @@ def train(
       seed=seed,
       step=step,
       tokens_per_row=config.training.tokens_per_row,
-      rows_per_microbatch=numbers.rows_per_microbatch,
+      rows_per_microbatch=memory.rows(run, setup),
       share_prefix=config.rollout.share_prefix,
     )
     minibatches = split(rollout)
 
     # ---- Old log-probs, reference, values; sampler against trainer --------
-    seen = measure.measure(
-      plan, passes, stage, minibatches, rollout, timings=timings, **rows
+    seen = fitting(
+      measure.measure,
+      plan,
+      passes,
+      stage,
+      minibatches,
+      rollout,
+      mesh=mesh,
+      timings=timings,
     )
     measured, weights = sampled.metrics, None
     if plan.old_pass and not plan.reuse:
@@ -205,7 +212,7 @@ def train(
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
     if plan.exact_loss:
-      coefs['reference_head'] = heads.head_params(stage.reference)
+      coefs['reference_head'] = stage.reference_head
     order = experience_lib.update_order(
       len(batches), config.training.epochs_per_step, seed=seed, step=step
     )
@@ -215,27 +222,31 @@ def train(
       if role not in learners or (role == 'actor' and not train_actor):
         continue
       with timings(f'update_{role}'):
+        state = stage.take(role)
         for number, index in enumerate(order):
           batch = batches[index]
           if plan.selection and role == 'actor':
-            batch = _selected(
+            batch = fitting(
+              _selected,
               algorithm_lib.selection(algorithm),
               keys.key(seed, 'select', step, number),
-              functools.partial(passes['actor'], stage.actor),
+              functools.partial(passes['actor'], state.params),
               batch,
               minibatches[index],
               trained,
-              **rows,
+              mesh=mesh,
             )
-          stage.states[role], new = update.update(
-            stage.states[role],
-            experience_lib.slices(batch, **rows),
+          state, new = memory.update(
+            run,
+            setup,
+            state,
+            batch,
             coefs,
             programs=programs[role],
             prefix=role,
           )
           measured = metrics.merge(measured, new)
-        jax.block_until_ready(stage.states[role].params)
+        stage.put(role, state)
 
     # ---- Host state, metrics, evaluation, checkpoint ----------------------
     computed = metrics.compute(measured)

@@ -17,6 +17,7 @@ from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import checks
@@ -44,6 +45,18 @@ class Setup:
   prefix: np.ndarray  # tokens that every prompt begins with
   rewards: dict[str, Callable]
   reward_weights: dict[str, float]
+
+  def offloads(self, name: str) -> bool:
+    """Whether what `config.offload` names lives in host memory here."""
+    return self.config.offload[name] and rules.has_host_memory(self.mesh)
+
+  @property
+  def remat(self) -> str:
+    """`model.remat`, 'none' where there is no host memory to offload to."""
+    remat = self.config.model.remat
+    if remat == 'offload' and not rules.has_host_memory(self.mesh):
+      return 'none'
+    return remat
 
   def sampler(self, samples_per_prompt: int) -> dict:
     """Keywords of `engine.generate` that stay the same all stage."""
@@ -279,6 +292,9 @@ def describe(setup: Setup) -> list[str]:
     f' {setup.config.training.tokens_per_row}',
     f'  epochs over the data   '
     f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
+  ]
+  lines += [
+    f'  note: {note}' for note in checks.memory_notes(setup.config, setup.mesh)
   ]
   if setup.trainer == 'ppo':
     sampler = setup.sampler(setup.config.rollout.samples_per_prompt)

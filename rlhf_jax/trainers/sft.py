@@ -11,7 +11,7 @@ from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.sampling import engine
-from rlhf_jax.trainers import experience
+from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -64,15 +64,13 @@ def train(
     examples = pipeline.supervised(
       prompts, setup.tokenizer, width=numbers.longest_sequence
     )
-    batch = pack(examples, setup)
+    batch = pack(examples, setup, memory.rows(run, setup))
     # ---- Update --------------------------------------------------------------
-    stage.states['actor'], measured = update.update(
-      stage.states['actor'],
-      experience.slices(batch, numbers.rows_per_microbatch, mesh),
-      {},
-      programs=programs,
-      prefix='actor',
+    state = stage.take('actor')
+    state, measured = memory.update(
+      run, setup, state, batch, {}, programs=programs, prefix='actor'
     )
+    stage.put('actor', state)
     values = metrics.compute(measured)
     # ---- Host state, metrics, evaluation, checkpoint -----------------------
     host.step += 1
@@ -97,13 +95,15 @@ def train(
   return stage.actor
 
 
-def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
+def pack(
+  examples: types.Rollout, setup: setup_lib.Setup, rows_multiple: int
+) -> types.TokenBatch:
   """Packs examples into rows, weighted as `algorithm.aggregation` says."""
   pack_map = packing.plan(
     examples.lengths,
     examples.tokens.shape[1],
     setup.config.training.tokens_per_row,
-    rows_multiple=setup.numbers.rows_per_microbatch,
+    rows_multiple=rows_multiple,
   )
   weights = aggregation.token_weights(
     examples.mask, setup.config.algorithm.aggregation
