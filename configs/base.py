@@ -21,6 +21,9 @@ def optimizer(learning_rate: float) -> ConfigDict:
       eps=1e-8,
       weight_decay=0.0,
       max_grad_norm=1.0,  # larger gradients are scaled down to it; 0 = off
+      # float32 | bfloat16: of both moments, 8 or 4 bytes per parameter; the
+      # second is rounded at random, so that it does not stall.
+      moments_dtype='float32',
     )
   )
 
@@ -57,7 +60,9 @@ def get_config() -> ConfigDict:
   config.model.path = ''  # local Hugging Face folder or hub id; '' = scratch
   config.model.architecture = ConfigDict()  # fields of ModelConfig, if scratch
   config.model.dtype = 'auto'  # float32 | bfloat16 | auto (by the platform)
-  config.model.remat = False  # recompute each block in the backward pass
+  # For the backward pass: none (keep what the matrix products read) | block
+  # (recompute each block) | offload (as none, but in the host's memory).
+  config.model.remat = 'none'
   config.model.head_chunk = 2048  # tokens per data group with logits at a time
   config.tokenizer = ''  # 'bytes', a folder or hub id; '' = model.path
 
@@ -68,6 +73,14 @@ def get_config() -> ConfigDict:
   config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
   config.mesh.context = 1  # shards of the tokens of a row (Ulysses)
   config.mesh.expert = 1  # must be 1: there are no models with experts
+
+  # What lives in the host's pinned memory until it is used; slower, and needed
+  # only where the devices' memory is too small.
+  config.offload = ConfigDict()
+  config.offload.optimizer = False  # moments, outside of the optimiser step
+  config.offload.reference = False  # outside of its forward pass
+  # Float32 parameters of actor and critic, while another role works.
+  config.offload.params = False
 
   config.data = ConfigDict()
   config.data.train = ConfigDict(dict(source='', args=ConfigDict()))
@@ -200,7 +213,11 @@ def get_config() -> ConfigDict:
   config.training.sequences_per_minibatch = 256  # sequences per update
   config.training.epochs_per_step = 1  # passes over the rollout
   config.training.tokens_per_row = 512  # tokens; rows hold whole sequences
-  config.training.tokens_per_microbatch = 2048  # tokens per data group
+  # Tokens per data group; halved where memory runs out.
+  config.training.tokens_per_microbatch = 2048
+  # float32 | bfloat16: in which the gradients of micro-batches are added; norms
+  # and moments are computed in float32.  bfloat16: up to about 16 of them.
+  config.training.gradient_dtype = 'float32'
 
   config.actor = ConfigDict()
   config.actor.optimizer = optimizer(1e-6)

@@ -6,7 +6,8 @@
   --resume=auto|must|never             auto goes on with the same config, must
                                        needs a checkpoint, never an empty DIR
 
-Exits with 0 only when the run reached its last step.
+Exits with 0 only when the run reached its last step, with 75 where memory ran
+out and the same command, started again, goes on with smaller micro-batches.
 """
 
 import os
@@ -22,12 +23,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from absl import app  # noqa: E402
 from absl import flags  # noqa: E402
 from absl import logging  # noqa: E402
+import jax  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from rlhf_jax.models import hf  # noqa: E402
 from rlhf_jax.monitor import writers  # noqa: E402
 from rlhf_jax.trainers import checks  # noqa: E402
+from rlhf_jax.trainers import memory  # noqa: E402
 from rlhf_jax.trainers import ppo  # noqa: E402
 from rlhf_jax.trainers import run as run_lib  # noqa: E402
 from rlhf_jax.trainers import setup as setup_lib  # noqa: E402
@@ -87,11 +90,10 @@ def train(
     began=began,
   )
   total = sum(setup.numbers.steps for setup in setups)
-  reason, params = 'error', None
+  reason = 'error'
   try:
     run_lib.introduce(run, setups, notes)
-    for setup in run_lib.remaining(run, setups):
-      params = TRAINERS[setup.trainer](setup, run, params)
+    params = _stages(run, setups)
     if config.evaluation.only:
       reason = 'evaluated'
       return 0
@@ -112,6 +114,21 @@ def train(
   return 0
 
 
+def _stages(run: run_lib.Run, setups: list[setup_lib.Setup]):
+  """Runs the stages that remain; the parameters after the last."""
+  while True:
+    params = None
+    try:
+      for setup in run_lib.remaining(run, setups):
+        params = TRAINERS[setup.trainer](setup, run, params)
+      return params
+    except memory.Restart:
+      if jax.process_count() > 1:
+        raise
+    # Behind the handler, which holds what the stage had on the devices.
+    run.rewind()
+
+
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments: {argv[1:]}')
@@ -123,6 +140,8 @@ def main(argv: list[str]) -> None:
     )
   except workdir_lib.Refused as error:
     sys.exit(f'error: {error}')
+  except memory.Restart:
+    code = memory.EXIT_CODE
   sys.exit(code)
 
 

@@ -33,6 +33,7 @@ FLOORS = {
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
       trainers.run trainers.workdir trainers.algorithm trainers.measure
+      trainers.memory
       trainers.rollout       trainers.policy sampling.text
       planner monitor.*""",
 }

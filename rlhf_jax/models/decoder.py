@@ -25,8 +25,8 @@ Array = jax.Array
 PyTree = Any
 Spec = spec_lib.Spec
 
-# What `hidden` keeps of a block for the backward pass, beside its input.
-_KEPT = ('attention', 'middle', 'mlp')
+# What a block's matrix products read: kept for the backward pass, or moved out.
+_KEPT = ('input', 'attention', 'middle', 'mlp')
 
 
 def specs(config: config_lib.ModelConfig, head: str = 'policy') -> PyTree:
@@ -61,7 +61,7 @@ def hidden(
   positions: Array,
   segment_ids: Array,
   *,
-  remat: bool = False,
+  remat: str = 'none',
   dtype: Any = jnp.float32,
 ) -> Array:
   """Final-normed hidden states of packed rows.
@@ -72,13 +72,20 @@ def hidden(
     tokens: [R, L] int32.
     positions: [R, L] int32, in the sequence.
     segment_ids: [R, L] int32, as in `types.Rows`.
-    remat: recompute whole blocks in the backward pass.  Otherwise what their
-      matrix products need is kept, and only element-wise work is done again.
+    remat: what the backward pass finds, a name in `REMAT`.  'none': what
+      the matrix products of a block need; only element-wise work is done again.
+      'block': the block's input, and the whole block is computed again.
+      'offload': as 'none', but in the host's pinned memory in between.
     dtype: of the computation; parameters are cast to it layer by layer.
 
   Returns:
     [R, L, D] in `dtype`; arbitrary but finite at padding.
+
+  Raises:
+    ValueError: `remat` is unknown; lists the names.
   """
+  if remat not in REMAT:
+    raise ValueError(f'remat={remat!r} is not one of {sorted(REMAT)}')
   chex.assert_rank([tokens, positions, segment_ids], 2)
   chex.assert_equal_shape([tokens, positions, segment_ids])
   mesh = rules.mesh_of(tokens, params['embed'])
@@ -88,6 +95,7 @@ def hidden(
   gather = lambda w, axes: rules.gather(w.astype(dtype), axes, mesh)
 
   def block(x, weights):
+    x = ad_checkpoint.checkpoint_name(x, 'input')
     weights = jax.tree.map(
       lambda w, axes: gather(w, axes[1:]), weights, axes['layers']
     )
@@ -97,10 +105,7 @@ def hidden(
 
   # Without a policy of ours the scan would write about three times as much for
   # the backward pass: every intermediate, and the weights once more.
-  kept = jax.checkpoint_policies.save_only_these_names(*_KEPT)
-  body = jax.checkpoint(
-    block, prevent_cse=False, policy=None if remat else kept
-  )
+  body = jax.checkpoint(block, prevent_cse=False, policy=REMAT[remat])
   embed = _table(params['embed'], dtype, mesh)
   x = embed[context.fold(tokens, mesh)].astype(dtype)  # R L D
   x = _split(x, mesh)
@@ -427,3 +432,15 @@ def _value_head(config: config_lib.ModelConfig) -> PyTree:
 
 
 HEADS = {'policy': _policy_head, 'value': _value_head}
+
+# Rematerialisation: the checkpoint policy of a block.
+REMAT = {
+  'none': jax.checkpoint_policies.save_only_these_names(*_KEPT),
+  'block': None,
+  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=list(_KEPT),
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
+}

@@ -27,7 +27,7 @@ def score(
   reference: tuple[PyTree, Array] | None = None,
   keep_states: bool = False,
   head_chunk: int = 2048,
-  remat: bool = False,
+  remat: str = 'none',
   dtype: Any = jnp.float32,
 ) -> types.Scores:
   """Log-probs (and more) of the targets, or values with a critic's params.
@@ -50,7 +50,7 @@ def score(
       KL(policy, reference) over the vocabulary, both tempered.
     keep_states: also return the hidden states, for `reference`.
     head_chunk: places whose logits exist at a time, over all R rows.
-    remat: recompute the blocks in the backward pass.
+    remat: what is kept for the backward pass, see `decoder.hidden`.
     dtype: of the computation; the results are in at least float32.
 
   Returns:

@@ -36,6 +36,10 @@ ROLLOUT: Rules = TRAINING | {
   'attended_heads': ('tensor',),
 }
 
+# Memory kinds of JAX: where an array lives on its device's machine.
+DEVICE = 'device'
+HOST = 'pinned_host'
+
 
 def sharding(
   mesh: Mesh,
@@ -189,6 +193,39 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
     return replicated
 
   return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+  """Whether every device of the mesh can keep arrays in pinned host memory.
+
+  True on CPUs too, where it is the same memory and nothing is saved.
+  """
+  return all(
+    HOST in {memory.kind for memory in device.addressable_memories()}
+    for device in mesh.devices.flat
+  )
+
+
+def in_host(tree: types.PyTree) -> types.PyTree:
+  """The same shardings in pinned host memory; those of scalars are kept.
+
+  Args:
+    tree: of `jax.ShapeDtypeStruct`s with shardings, or of arrays.
+
+  Returns:
+    A tree of shardings.
+  """
+  # XLA cannot place a replicated scalar on the host, and it saves nothing.
+  return jax.tree.map(
+    lambda x: x.sharding.with_memory_kind(HOST) if x.ndim else x.sharding, tree
+  )
+
+
+def on_device(tree: types.PyTree) -> types.PyTree:
+  """The arrays in device memory; those that are there are not copied."""
+  return jax.tree.map(
+    lambda x: jax.device_put(x, x.sharding.with_memory_kind(DEVICE)), tree
+  )
 
 
 def rows_sharding(

@@ -3,11 +3,14 @@
 import difflib
 import math
 
+import jax
 from ml_collections import ConfigDict
 
 from rlhf_jax import optim
 from rlhf_jax.algorithms import aggregation
+from rlhf_jax.models import decoder
 from rlhf_jax.sharding import multihost
+from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import workdir
 
@@ -191,6 +194,16 @@ def common(
     if not ok:
       value = workdir.flatten(config)[key]
       raise ValueError(f'{key}={value} must be {wanted}')
+  for key, value, choices in (
+    ('model.remat', config.model.remat, decoder.REMAT),
+    (
+      'training.gradient_dtype',
+      config.training.gradient_dtype,
+      ('float32', 'bfloat16'),
+    ),
+  ):
+    if value not in choices:
+      raise ValueError(f'{key}={value!r} is not one of {sorted(choices)}')
   if config.algorithm.aggregation not in aggregation.MODES:
     raise ValueError(
       f'algorithm.aggregation={config.algorithm.aggregation!r} is not one of'
@@ -248,6 +261,11 @@ def optimizers(
         raise ValueError(
           f'{role}.optimizer.{key}={optimizer[key]} must be {wanted}'
         )
+    if optimizer.moments_dtype not in optim.MOMENTS:
+      raise ValueError(
+        f'{role}.optimizer.moments_dtype={optimizer.moments_dtype!r} is not one'
+        f' of {sorted(optim.MOMENTS)}'
+      )
     try:
       optim.schedule(
         optimizer.learning_rate,
@@ -258,6 +276,24 @@ def optimizers(
       )
     except ValueError as error:
       raise ValueError(f'{role}: {error}') from error
+
+
+def memory_notes(config: ConfigDict, mesh: jax.sharding.Mesh) -> list[str]:
+  """What becomes of `config.offload` and of `model.remat` on these devices."""
+  asked = [f'offload.{name}' for name, on in config.offload.items() if on]
+  if config.model.remat == 'offload':
+    asked.append("model.remat='offload'")
+  if not asked:
+    return []
+  names, platform = ', '.join(asked), mesh.devices.flat[0].platform
+  if not rules.has_host_memory(mesh):
+    return [
+      f'{names}: {platform} devices have no {rules.HOST} memory here;'
+      ' everything stays on the devices'
+    ]
+  if platform == 'cpu':
+    return [f'{names}: on CPUs host memory is the same memory; saves nothing']
+  return []
 
 
 def actor_updates(config: ConfigDict, numbers: arithmetic.Numbers) -> int:

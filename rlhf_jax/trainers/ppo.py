@@ -19,7 +19,6 @@ from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import flops
-from rlhf_jax.models import heads
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
@@ -27,6 +26,7 @@ from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
+from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import rollout as rollout_lib
 from rlhf_jax.trainers import run as run_lib
@@ -74,7 +74,7 @@ def train(
   }
   relayout = roles.relayout(setup, learners['actor'])
   timings = run_lib.Timings()
-  rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, islands=islands)
+  fitting = functools.partial(memory.fitting, run, setup)
 
   # ---- Before the first step ----------------------------------------------
   run.console.start_stage(
@@ -127,15 +127,23 @@ def train(
       experience_lib.split,
       count=numbers.minibatches_per_step,
       tokens_per_row=config.training.tokens_per_row,
+      rows_per_microbatch=memory.rows(run, setup),
       share_prefix=config.rollout.share_prefix,
       cost=functools.partial(flops.of_sequences, setup.model),
-      **rows,
+      islands=islands,
     )
     minibatches = split(rollout, sampled.home)
 
     # ---- Old log-probs, reference, values; sampler against trainer --------
-    seen = measure.measure(
-      plan, passes, stage, minibatches, rollout, timings=timings, **rows
+    seen = fitting(
+      measure.measure,
+      plan,
+      passes,
+      stage,
+      minibatches,
+      rollout,
+      islands=islands,
+      timings=timings,
     )
     # What this island saw, and what the whole job did.
     seen_here, measured, weights = sampled.metrics, {}, None
@@ -220,7 +228,7 @@ def train(
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
     if plan.exact_loss:
-      coefs['reference_head'] = heads.head_params(stage.reference)
+      coefs['reference_head'] = stage.reference_head
     order = experience_lib.update_order(
       len(batches), config.training.epochs_per_step, seed=seed, step=step
     )
@@ -230,27 +238,31 @@ def train(
       if role not in learners or (role == 'actor' and not train_actor):
         continue
       with timings(f'update_{role}'):
+        state = stage.take(role)
         for number, index in enumerate(order):
           batch = batches[index]
           if plan.selection and role == 'actor':
-            batch = _selected(
+            batch = fitting(
+              _selected,
               algorithm_lib.selection(algorithm),
               keys.key(seed, 'select', step, number),
-              functools.partial(passes['actor'], stage.actor),
+              functools.partial(passes['actor'], state.params),
               batch,
               minibatches[index],
               trained,
-              **rows,
+              islands=islands,
             )
-          stage.states[role], new = update.update(
-            stage.states[role],
-            experience_lib.slices(batch, **rows),
+          state, new = memory.update(
+            run,
+            setup,
+            state,
+            batch,
             coefs,
             programs=programs[role],
             prefix=role,
           )
           measured = metrics.merge(measured, new)
-        jax.block_until_ready(stage.states[role].params)
+        stage.put(role, state)
 
     # ---- Host state, metrics, evaluation, checkpoint ----------------------
     everyone = experience_lib.report(

@@ -39,15 +39,42 @@ class Learner:
 
 @dataclasses.dataclass
 class Roles:
-  """The arrays of a stage, by role; the states change with every update."""
+  """The arrays of a stage, by role; the states change with every update.
+
+  What `config.offload` names lives in host memory.  Where it is used, ask for
+  it on the devices, and hold it no longer than it is needed.
+  """
 
   states: dict[str, state_lib.TrainState]  # 'actor', perhaps 'critic'
   reference: types.PyTree | None = None
   restored: bool = False  # from a checkpoint, in the middle of the stage
+  host: tuple[str, ...] = ()  # fields of the states that live on the host
+
+  def params(self, role: str) -> types.PyTree:
+    """The parameters of a role (also 'reference') on the devices."""
+    if role == 'reference':
+      return rules.on_device(self.reference)
+    return rules.on_device(self.states[role].params)
 
   @property
   def actor(self) -> types.PyTree:
-    return self.states['actor'].params
+    return self.params('actor')
+
+  @property
+  def reference_head(self) -> types.PyTree:
+    """See `heads.head_params`; on the devices."""
+    return rules.on_device(heads.head_params(self.reference))
+
+  def take(self, role: str) -> state_lib.TrainState:
+    """Hands a state out for updates, its parameters on the devices."""
+    state = self.states.pop(role)
+    return state.replace(params=rules.on_device(state.params))
+
+  def put(self, role: str, state: state_lib.TrainState) -> None:
+    """Puts a state (back) to where it lives."""
+    kept = {name: getattr(state, name) for name in self.host}
+    kept = jax.device_put(kept, rules.in_host(kept))
+    self.states[role] = state.replace(**kept)
 
 
 def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
@@ -67,6 +94,7 @@ def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
     eps=config.eps,
     weight_decay=config.weight_decay,
     max_grad_norm=config.max_grad_norm,
+    moments_dtype=config.moments_dtype,
   )
   model = _model_of(setup, role)
   score = functools.partial(
@@ -75,7 +103,7 @@ def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
     head_chunk=(
       setup.config.model.head_chunk * mesh_lib.data_groups(setup.mesh)
     ),
-    remat=setup.config.model.remat,
+    remat=setup.remat,
     dtype=setup_lib.dtype(setup.config.model.dtype),
   )
   return Learner(
@@ -108,8 +136,8 @@ def begin_or_restore(
   step = run.restored_in(setup.name)
   if step is not None:
     run.restored_step = None  # later stages begin anew
-    roles = Roles(restore(setup, learners, run.checkpoints, step))
-    roles.restored = True
+    states = restore(setup, learners, run.checkpoints, step)
+    roles = Roles(states, restored=True, host=_host_fields(setup))
     if with_reference:
       roles.reference = restore_reference(
         setup, run.workdir, run.host.reference
@@ -118,17 +146,16 @@ def begin_or_restore(
   run.begin_stage(setup)
   untouched = params is None
   params = actor_params(setup, params)
-  reference, states = None, {}
+  roles = Roles({}, host=_host_fields(setup))
   if with_reference:
-    reference, run.host.reference = begin_reference(
+    roles.reference, run.host.reference = begin_reference(
       setup, run.workdir, params, untouched
     )
   if 'critic' in learners:
-    states['critic'] = create(
-      setup, learners['critic'], critic_params(setup, params)
-    )
-  states['actor'] = create(setup, learners['actor'], params)
-  return Roles(states, reference)
+    critic = critic_params(setup, params)
+    roles.put('critic', create(setup, learners['critic'], critic))
+  roles.put('actor', create(setup, learners['actor'], params))
+  return roles
 
 
 def programs(
@@ -146,6 +173,7 @@ def programs(
     specs=learner_.specs,
     mesh=setup.mesh,
     max_grad_norm=learner_.max_grad_norm,
+    gradient_dtype=jnp.dtype(setup.config.training.gradient_dtype),
   )
 
 
@@ -207,7 +235,9 @@ def restore(
 ) -> dict[str, state_lib.TrainState]:
   """The train states of a checkpoint, by role."""
   abstract = {
-    role: state_lib.abstract(one.optimizer, setup.mesh, one.specs)
+    role: state_lib.abstract(
+      one.optimizer, setup.mesh, one.specs, host=_host_fields(setup)
+    )
     for role, one in learners.items()
   }
   return checkpoint.restore_arrays(checkpoints, step, abstract)
@@ -233,6 +263,8 @@ def begin_reference(
   else:
     checkpoint.save_reference(workdir, setup.name, params)
     where = dict(saved=True)
+  if setup.offloads('reference'):
+    return jax.device_put(params, rules.in_host(params)), where
   return jax.tree.map(jnp.copy, params), where
 
 
@@ -246,6 +278,10 @@ def restore_reference(
   """
   table = state_lib.specs_of(setup.model, 'actor')
   shardings = rules.params(setup.mesh, table)
+  shapes = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)
+  if setup.offloads('reference'):
+    shardings = rules.in_host(shapes)
+    shapes = checkpoint.abstract(shapes, shardings)
   if 'path' in where:
     found = checkpoint.fingerprint(where['path'])
     if found != where['sha256']:
@@ -255,8 +291,13 @@ def restore_reference(
         ' model back to resume'
       )
     return hf.load(where['path'], setup.model, shardings=shardings)
-  abstract = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)
-  return checkpoint.restore_reference(workdir, setup.name, abstract)
+  return checkpoint.restore_reference(workdir, setup.name, shapes)
+
+
+def _host_fields(setup: setup_lib.Setup) -> tuple[str, ...]:
+  """The fields of a train state that live in host memory."""
+  fields = {'params': 'params', 'optimizer': 'opt_state'}
+  return tuple(fields[name] for name in fields if setup.offloads(name))
 
 
 def _model_of(setup, role):

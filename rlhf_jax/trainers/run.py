@@ -72,6 +72,34 @@ class Run:
     host.tokens_per_microbatch = setup.config.training.tokens_per_microbatch
     host.kl_reward = algorithm.controller(setup.config.algorithm.kl_reward)
     host.kl_loss = algorithm.controller(setup.config.algorithm.kl_loss)
+    self.heed_memory()
+
+  def heed_memory(self) -> None:
+    """Lowers the micro-batch to what earlier processes found to fit."""
+    host = self.host
+    known = workdir_lib.allowed_microbatch(self.workdir, host.stage)
+    if known and known['tokens_per_microbatch'] < host.tokens_per_microbatch:
+      host.tokens_per_microbatch = known['tokens_per_microbatch']
+      self.writer.event(
+        'smaller_microbatch',
+        f'{host.tokens_per_microbatch} tokens per data group:'
+        f' {known["message"]}',
+        stage=host.stage,
+        step=host.step,
+        tokens_per_microbatch=host.tokens_per_microbatch,
+      )
+
+  def rewind(self) -> None:
+    """Back to the last checkpoint, where a new process would begin."""
+    lost = self.host.step
+    self.restored_step, self.host = _progress(self.checkpoints, self.config)
+    self.writer.event(
+      'rollback',
+      f'back from step {lost} to step {self.host.step}',
+      stage=self.host.stage,
+      step=self.host.step,
+    )
+    self.heed_memory()
 
   def save(self, arrays: types.PyTree) -> None:
     """Writes a checkpoint of arrays and host state under the current step."""
@@ -370,19 +398,15 @@ def open_run(
   again = (workdir / writers.CONFIG).exists()
   writer.config(config)
   checkpoints = checkpoint.manager(workdir, keep=keep)
-  step = checkpoints.latest_step()
-  host = state_lib.HostState(seed=config['seed'])
+  step, host = _progress(checkpoints, config)
   if step is not None:
-    host = state_lib.HostState.from_json(
-      checkpoint.restore_host(checkpoints, step)
-    )
     writer.event(
       'resume', f'goes on after step {step}', stage=host.stage, step=step
     )
   elif again:
     writer.event('restart', 'no checkpoint yet: starts from the beginning')
   total = sum(setup.numbers.steps for setup in setups)
-  return Run(
+  run = Run(
     workdir=workdir,
     config=config,
     writer=writer,
@@ -393,4 +417,16 @@ def open_run(
     host=host,
     restored_step=step,
     started=began - host.wall_time_s,
+  )
+  run.heed_memory()
+  return run
+
+
+def _progress(checkpoints, config) -> tuple[int | None, state_lib.HostState]:
+  """The newest checkpoint, if there is one, and the host state there."""
+  step = checkpoints.latest_step()
+  if step is None:
+    return None, state_lib.HostState(seed=config['seed'])
+  return step, state_lib.HostState.from_json(
+    checkpoint.restore_host(checkpoints, step)
   )

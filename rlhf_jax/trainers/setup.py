@@ -48,6 +48,18 @@ class Setup:
   rewards: dict[str, Callable]
   reward_weights: dict[str, float]
 
+  def offloads(self, name: str) -> bool:
+    """Whether what `config.offload` names lives in host memory here."""
+    return self.config.offload[name] and rules.has_host_memory(self.mesh)
+
+  @property
+  def remat(self) -> str:
+    """`model.remat`, 'none' where there is no host memory to offload to."""
+    remat = self.config.model.remat
+    if remat == 'offload' and not rules.has_host_memory(self.mesh):
+      return 'none'
+    return remat
+
   def sampler(self, samples_per_prompt: int) -> dict:
     """Keywords of `engine.generate` that stay the same all stage."""
     config = self.config
@@ -324,6 +336,9 @@ def describe(setup: Setup) -> list[str]:
     f' {setup.config.training.tokens_per_row}',
     f'  epochs over the data   '
     f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
+  ]
+  lines += [
+    f'  note: {note}' for note in checks.memory_notes(setup.config, setup.mesh)
   ]
   if setup.trainer == 'ppo':
     sampler = setup.sampler(setup.config.rollout.samples_per_prompt)

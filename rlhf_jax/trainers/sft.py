@@ -13,6 +13,7 @@ from rlhf_jax.data import pipeline
 from rlhf_jax.models import flops
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import experience
+from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -66,15 +67,13 @@ def train(
     examples = pipeline.supervised(
       prompts, setup.tokenizer, width=numbers.longest_sequence
     )
-    batch = pack(examples, setup)
+    batch = pack(examples, setup, memory.rows(run, setup))
     # ---- Update --------------------------------------------------------------
-    stage.states['actor'], measured = update.update(
-      stage.states['actor'],
-      experience.slices(batch, numbers.rows_per_microbatch, islands),
-      {},
-      programs=programs,
-      prefix='actor',
+    state = stage.take('actor')
+    state, measured = memory.update(
+      run, setup, state, batch, {}, programs=programs, prefix='actor'
     )
+    stage.put('actor', state)
     values = metrics.compute(measured)
     # ---- Host state, metrics, evaluation, checkpoint -----------------------
     host.step += 1
@@ -98,7 +97,9 @@ def train(
   return stage.actor
 
 
-def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
+def pack(
+  examples: types.Rollout, setup: setup_lib.Setup, rows_per_microbatch: int
+) -> types.TokenBatch:
   """Packs examples into rows, weighted as `algorithm.aggregation` says."""
   (batch,) = experience.split(
     examples,
@@ -106,7 +107,7 @@ def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
     1,
     islands=setup.islands,
     tokens_per_row=setup.config.training.tokens_per_row,
-    rows_per_microbatch=setup.numbers.rows_per_microbatch,
+    rows_per_microbatch=rows_per_microbatch,
     share_prefix=False,
     cost=functools.partial(flops.of_sequences, setup.model),
   )

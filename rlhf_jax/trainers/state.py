@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlhf_jax import checkpoint
 from rlhf_jax import types
 from rlhf_jax.algorithms import kl
 from rlhf_jax.models import config as model_config
@@ -130,14 +131,26 @@ def shardings(params, optimizer, mesh, specs) -> TrainState:
   )
 
 
-def abstract(optimizer, mesh, specs) -> TrainState:
-  """Shapes and shardings of `create`'s result, for restoring."""
+def abstract(optimizer, mesh, specs, *, host=()) -> TrainState:
+  """Shapes and shardings of `create`'s result, for restoring.
+
+  Args:
+    optimizer: see `optim.adamw`.
+    mesh: of the role.
+    specs: its weight table.
+    host: fields that go to pinned host memory: 'params', 'opt_state'.
+  """
   params = spec.abstract(specs, jnp.float32)
   make = lambda p: TrainState(
     p, optimizer.init(p), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
   )
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    jax.eval_shape(make, params),
-    shardings(params, optimizer, mesh, specs),
+  state = checkpoint.abstract(
+    jax.eval_shape(make, params), shardings(params, optimizer, mesh, specs)
+  )
+  return state.replace(
+    **{
+      name: checkpoint.abstract(part, rules.in_host(part))
+      for name in host
+      for part in [getattr(state, name)]
+    }
   )

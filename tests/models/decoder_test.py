@@ -117,7 +117,7 @@ def test_remat_changes_no_value_and_no_parameter_name():
       )
     )(params)
 
-  plain, again = gradient(params, False), gradient(params, True)
+  plain, again = gradient(params, 'none'), gradient(params, 'block')
   testing.assert_norm_close(again, plain, 'gradient_layout_float32')
 
 

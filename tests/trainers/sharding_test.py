@@ -129,7 +129,7 @@ def _recorded(sizes, heads, folder):
   """Scores, gradient and three updates on the batches of one device."""
   live = _live(sizes, heads, folder)
   batches = _live(_key(_ONE), heads, folder).batches[:2]
-  mesh, learner, programs = live.setup.mesh, live.learner, live.programs
+  learner, programs = live.learner, live.programs
   make = lambda: roles.create(
     live.setup, learner, roles.actor_params(live.setup, None)
   )
@@ -139,7 +139,7 @@ def _recorded(sizes, heads, folder):
   scores, grads = [], programs['zeros'](state.params)
   statistics = {}
   for batch in batches:
-    (part,) = experience_lib.slices(batch, _ROWS, mesh)
+    (part,) = experience_lib.slices(batch, _ROWS, live.setup.islands)
     scores.append(live.passes['actor'](state.params, rows=part.rows).logprobs)
     grads, new = programs['accumulate'](state.params, grads, part, coefs)
     statistics = metrics.merge(statistics, new)
@@ -147,7 +147,7 @@ def _recorded(sizes, heads, folder):
   for batch in (*batches, batches[0]):
     state, _ = update.update(
       state,
-      experience_lib.slices(batch, _ROWS, mesh),
+      experience_lib.slices(batch, _ROWS, live.setup.islands),
       coefs,
       programs=programs,
       prefix='actor',
