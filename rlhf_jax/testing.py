@@ -188,6 +188,9 @@ TOLERANCES: dict[str, Tolerance] = {
   'gradient_layout_float32': Tolerance(
     1e-7, 1e-5, 'norm-wise; gradients over layouts or device counts, float32'
   ),
+  'remat': Tolerance(
+    1e-7, 1e-6, 'norm-wise; the same float32 operations, fused differently'
+  ),
   'three_updates': Tolerance(
     1e-7,
     1e-3,
