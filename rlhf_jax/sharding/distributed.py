@@ -17,6 +17,7 @@ import pathlib
 import secrets
 import socket
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -56,10 +57,10 @@ def member(
   Args:
     job: from `jobs.detect`; None does nothing.
     heartbeat_s: seconds without a heartbeat after which JAX ends the job.
-    join_s: seconds within which all processes must have come.
+    join_s: seconds within which all processes must have come; after them
+      this one ends with exit code `watch.LOST` and a message.
 
   Raises:
-    ValueError: the processes did not come together; says who lacks.
     RuntimeError: JAX has computed something already.
   """
   if job is None:
@@ -80,8 +81,23 @@ def member(
 
 def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
   began = time.monotonic()
+  who = f'process {job.process_id} ({socket.gethostname()})'
+  # JAX would abort with a message that names neither the place nor the count.
+  timer = threading.Timer(
+    join_s,
+    watch.end,
+    (
+      who,
+      f'could not join the {job.num_processes} processes of this job at'
+      f' {job.coordinator} within {join_s} s: start all of them, each with an'
+      ' id of its own, and let them reach that host and port',
+      watch.LOST,
+    ),
+  )
+  timer.daemon = True
+  timer.start()
   if job.coordinator:
-    _wait_for_name(job.coordinator.rpartition(':')[0], join_s)
+    _wait_for_name(job.coordinator.rpartition(':')[0])
   try:
     jax.distributed.initialize(
       coordinator_address=job.coordinator,
@@ -91,16 +107,12 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
       # What the launcher says has been read, better for hosts with several
       # GPUs and one process.
       cluster_detection_method=None if job.kind == 'tpu' else 'deactivate',
-      initialization_timeout=join_s,
+      initialization_timeout=join_s + 60,
       heartbeat_timeout_seconds=heartbeat_s,
       shutdown_timeout_seconds=_PATIENCE_S,
     )
-  except jax.errors.JaxRuntimeError as error:
-    raise ValueError(
-      f'process {job.process_id} of {job.num_processes} could not join at'
-      f' {job.coordinator} within {join_s} s: start all of them, and let them'
-      f' reach this host and port ({str(error).splitlines()[0]})'
-    ) from error
+  finally:
+    timer.cancel()
   state = jax_distributed.global_state
   process_id, count = state.process_id, state.num_processes
   name = f'process {process_id} ({socket.gethostname()})'
@@ -121,15 +133,19 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
       left,
     )
   except OSError as error:
-    raise ValueError(
-      f'{name} does not reach {said["name"]} at {host}:{said["port"]}'
-      f' ({error}): processes of a job need all ports of each other'
-    ) from error
+    watch.end(
+      name,
+      f'does not reach {said["name"]} at {host}:{said["port"]} ({error}): the'
+      ' processes of a job need all ports of each other',
+      1,
+    )
   if hub:
     if not hub.complete.wait(left):
-      raise ValueError(
-        f'processes {hub.missing()} joined, but did not say hello within'
-        f' {join_s} s: see what they wrote'
+      watch.end(
+        name,
+        f'processes {hub.missing()} joined, but did not connect to'
+        f' {host}:{hub.port} within {join_s} s: see what they wrote',
+        1,
       )
     names = hub.names()
     sys.stderr.write(
@@ -139,20 +155,14 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
   return connection
 
 
-def _wait_for_name(host: str, timeout_s: float) -> None:
+def _wait_for_name(host: str) -> None:
   """Waits until the host has an address: that of a new pod comes late."""
-  until = time.monotonic() + timeout_s
   while True:
     try:
       socket.getaddrinfo(host.strip('[]'), None)
       return
-    except socket.gaierror as error:
-      if time.monotonic() > until:
-        raise ValueError(
-          f'the coordinator {host!r} has no address ({error}): name the host'
-          ' of process 0'
-        ) from error
-    time.sleep(1)
+    except socket.gaierror:
+      time.sleep(1)
 
 
 def _part(connection: watch.Member) -> None:
