@@ -30,20 +30,25 @@ job = jobs.detect(os.environ)
 with distributed.member(job, heartbeat_s={heartbeat_s}, join_s={join_s}):
 {body}
 print('AFTER', flush=True)
+if ME == {stays}: time.sleep(1)
+print('END', flush=True)
 """
 
 
-def _command(body, heartbeat_s=40, join_s=60):
+def _command(body, heartbeat_s=40, join_s=60, stays=-1):
   script = _SCRIPT.format(
     body=textwrap.indent(textwrap.dedent(body), '  '),
     heartbeat_s=heartbeat_s,
     join_s=join_s,
+    stays=stays,
   )
   return [sys.executable, '-c', script]
 
 
-def test_agree_and_part():
-  # The last facts differ in nothing but their order; process 1 is late.
+@pytest.mark.parametrize('stays', [0, 1])
+def test_agree_and_part(stays):
+  # The facts differ in nothing but their order; process 1 comes late. The one
+  # that stays after the job must not take the end of the other for a loss.
   results = processes.run_processes(
     _command(
       """
@@ -53,7 +58,8 @@ def test_agree_and_part():
       distributed.agree('y', {})
       print('GATHERED', step(), jax.device_count(), flush=True)
       if not ME: time.sleep(0.5)
-      """
+      """,
+      stays=stays,
     ),
     count=2,
     devices=3,
@@ -62,7 +68,8 @@ def test_agree_and_part():
   for result in results:
     assert result.returncode == 0, result.output
     assert 'GATHERED [0, 1] 6' in result.output
-    assert 'AFTER' in result.output
+    assert 'END' in result.output
+    assert 'lost' not in result.output
 
 
 @pytest.mark.parametrize('lost', [0, 1])
@@ -100,7 +107,6 @@ def test_a_killed_process_ends_the_other(lost):
   [
     (1, "raise ValueError('broken reward')", 1, 'ValueError: broken reward'),
     (0, 'sys.exit(75)', 75, 'exit code 75'),
-    (1, "sys.exit('error: full')", 1, 'error: full'),
   ],
 )
 def test_a_process_that_gives_up_ends_the_other(who, statement, code, said):
@@ -123,6 +129,33 @@ def test_a_process_that_gives_up_ends_the_other(who, statement, code, said):
     assert said in result.output
     assert 'AFTER' not in result.output
   assert f'process {who} ({HOST}) gave up: {said}' in results[1 - who].output
+
+
+def test_the_end_of_the_hub_is_named():
+  """Without JAX, which may be faster to abort."""
+  hub = (
+    'from rlhf_jax.sharding import watch\n'
+    'hub = watch.Hub("process 0 (a)", 2, "t")\n'
+    'print("PORT", hub.port, flush=True)\n'
+    'hub.complete.wait()'
+  )
+  member = (
+    'import sys, time\n'
+    'from rlhf_jax.sharding import watch\n'
+    'address = ("localhost", int(sys.argv[1]))\n'
+    'for index in range(2):\n'
+    '  connection = watch.Member(\n'
+    '    index, "process 1 (b)", "process 0 (a)", address, "t", 5)\n'
+    'time.sleep(20)'
+  )
+  with processes.started([sys.executable, '-c', hub], 1, 1) as job:
+    job.wait_for(0, '\n', 20)
+    port = job.output(0).split()[1]
+    ((code, output, _),) = processes.run_processes(
+      [sys.executable, '-c', member, port], 1, 1, timeout_s=20
+    )
+  assert code == watch.LOST
+  assert '[process 1 (b)] process 0 (a), which coordinates' in output
 
 
 def test_a_stopped_process_is_missed():

@@ -57,7 +57,7 @@ ENVIRONMENT = {
       jobs.Job('openmpi', f'10.96.0.1:{61440 + 373920 % 4096}', 3, 4, (1,)),
     ),
     # What is said in so many words goes before the launcher.
-    (SLURM | ENVIRONMENT, jobs.Job('environment', 'a:1', 1, 2)),
+    (SLURM | OPENMPI | ENVIRONMENT, jobs.Job('environment', 'a:1', 1, 2)),
     (
       SLURM | {'JAX_COORDINATOR_ADDRESS': 'b:2'},
       jobs.Job('slurm', 'b:2', 1, 2),
