@@ -335,7 +335,8 @@ def conclude(run: Run, reason: str, total_steps: int) -> None:
     return
   summary = run.finish(reason, total_steps)
   try:
-    report.write(workdir)
+    if multihost.is_primary():
+      report.write(workdir)
   except Exception as error:  # a picture must not change how a run ended
     run.writer.event('warning', f'no report.html: {error}')
   commands = [f'python launch/report.py --workdir={workdir}']
