@@ -108,7 +108,7 @@ def get_config() -> ConfigDict:
   config.rollout.min_new_tokens = 0  # tokens before which no stop is drawn
   config.rollout.stop = ()  # strings of one token each that end a response
   # Strings that end a response wherever they end in its text; looked for every
-  # 16 tokens, and slower than `stop`.
+  # 16 tokens, and slower than `stop`.  Rewards read the text before them.
   config.rollout.stop_strings = ()
   config.rollout.slots = 256  # sequences that decode at the same time
   # Steps that the rollout runs ahead of training; 0 is on-policy.  More than 0

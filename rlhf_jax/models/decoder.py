@@ -13,6 +13,7 @@ import chex
 import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax.models import attention
 from rlhf_jax.models import config as config_lib
@@ -27,6 +28,9 @@ Spec = spec_lib.Spec
 
 # What a block's matrix products read: kept for the backward pass, or moved out.
 _KEPT = ('input', 'attention', 'middle', 'mlp')
+
+# The place of a token that is not written to the cache.
+NOWHERE = np.iinfo(np.int32).max
 
 
 def specs(config: config_lib.ModelConfig, head: str = 'policy') -> PyTree:
@@ -94,13 +98,14 @@ def hidden(
   axes = jax.tree.map(lambda spec: spec.axes, specs(config))
   gather = lambda w, axes: rules.gather(w.astype(dtype), axes, mesh)
 
-  def block(x, weights):
+  def block(x, layer):
+    weights, window = layer
     x = ad_checkpoint.checkpoint_name(x, 'input')
     weights = jax.tree.map(
       lambda w, axes: gather(w, axes[1:]), weights, axes['layers']
     )
     q, k, v = _project(x, weights, config, table)
-    out = context.attend_rows(q, k, v, segment_ids, mesh)
+    out = context.attend_rows(q, k, v, segment_ids, mesh, positions, window)
     return _split(_finish(x, out, weights, config), mesh)
 
   # Without a policy of ours the scan would write about three times as much for
@@ -109,7 +114,8 @@ def hidden(
   embed = _table(params['embed'], dtype, mesh)
   x = embed[context.fold(tokens, mesh)].astype(dtype)  # R L D
   x = _split(x, mesh)
-  x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params['layers'])
+  stacked = params['layers'], _windows(config)
+  x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, stacked)
   norm = gather(params['final_norm'], axes['final_norm'])
   x = layers.rms_norm(x, norm, config.norm_eps)
   return context.unfold(x, mesh)
@@ -133,6 +139,10 @@ def hidden_cached(
   Each layer first writes the keys and values of the new tokens, then reads
   its whole cache, so `mask` decides what a token sees, itself included.
 
+  The cache of a layer with a sliding window may have just the window's places:
+  place c is then written at c modulo that number, over the one that no token
+  sees any more (a ring).  Only one token at a time can go there.
+
   The layers are a loop of Python and not a scan: a scan would copy the cache of
   a layer out of the stack before every product with it.
 
@@ -143,39 +153,63 @@ def hidden_cached(
     positions: [B, S] int32, in the sequence.
     cache_keys: G arrays [B, H, C, E].
     cache_values: G arrays [B, H, C, E].
-    places: [B, S] int32: the place a token is written to; C drops it.  None is
-      the first S places, in order, which needs no scatter.
-    mask: the places that a token sees, see `attention.attend`: [B, S, C] bool,
-      [B, S] int32 (so many first ones), or None (causal, S is C).
-    prefix: G pairs of keys and values [H, P, E], of earlier tokens that all
-      rows share and see.
+    places: [B, S] int32: the place a token is written to; NOWHERE drops it.
+      None is the first S places, in order, which needs no scatter.
+    mask: the places that a token sees, see `attention.attend`: [B, S] int32 (so
+      many first ones, of those in the window), or None (causal, S is C); or
+      [B, S, C] bool, where no layer slides.
+    prefix: G pairs of keys and values [H, P, E], of the tokens at the positions
+      before P, which all rows share and see, as far as windows reach.
     dtype: of the computation; the cache may have another.
 
   Returns:
     ([B, S, D] in `dtype`, the caches with the new tokens).
   """
   chex.assert_rank([tokens, positions], 2)
+  one_by_one = mask is not None and mask.ndim == 2 and tokens.shape[1] == 1
+  if config.sliding_window and mask is not None and not one_by_one:
+    raise ValueError(
+      f'{tokens.shape[1]} tokens a row and a mask of rank {mask.ndim}, with'
+      ' sliding windows: expected one token a row, and counts [B, 1]'
+    )
   table = _rope_table(config, positions, dtype)
   rows = jnp.arange(tokens.shape[0])[:, None, None]  # B 1 1
   heads = jnp.arange(config.num_kv_heads)[None, None]  # 1 1 H
 
-  def write(cache, new):  # [B, S, H, E] into [B, H, C, E]
+  def write(cache, new, window):  # [B, S, H, E] into [B, H, C, E]
     new = new.astype(cache.dtype)
     if places is None:
       new = jnp.moveaxis(new, 1, 2)
       return jax.lax.dynamic_update_slice(cache, new, (0, 0, 0, 0))
-    return cache.at[rows, heads, places[:, :, None]].set(new, mode='drop')
+    at = places
+    if window:
+      at = jnp.where(places == NOWHERE, NOWHERE, places % cache.shape[2])
+    return cache.at[rows, heads, at[:, :, None]].set(new, mode='drop')
 
   x = params['embed'][tokens].astype(dtype)  # B S D
   all_keys, all_values = [], []
   for layer, weights in enumerate(unstack(params)['layers']):
     weights = _cast(weights, dtype)
+    window = config.windows[layer]
     q, k, v = _project(x, weights, config, table)
-    keys, values = write(cache_keys[layer], k), write(cache_values[layer], v)
-    shared = prefix and tuple(a.astype(dtype) for a in prefix[layer])
-    out = attention.attend(
-      q, keys.astype(dtype), values.astype(dtype), mask, prefix=shared
+    keys, values = (
+      write(cache, new, window)
+      for cache, new in ((cache_keys[layer], k), (cache_values[layer], v))
     )
+    shared = prefix and tuple(a.astype(dtype) for a in prefix[layer])
+    sees, prefix_seen = mask, None
+    if window:
+      if mask is not None:
+        sees = jnp.minimum(mask, keys.shape[2])
+      if prefix:
+        begin = shared[0].shape[1]
+        prefix_seen = window - 1 - (positions - begin)
+        # No token behind the prefix sees more of it.
+        shared = tuple(a[:, max(begin - window, 0) :] for a in shared)
+    out = attention.attend(
+      q, keys.astype(dtype), values.astype(dtype), sees,
+      prefix=shared, prefix_seen=prefix_seen, window=window,
+    )  # fmt: skip
     x = _finish(x, out, weights, config)
     all_keys.append(keys)
     all_values.append(values)
@@ -290,6 +324,14 @@ def _split(x, mesh):
 
 def _cast(weights: PyTree, dtype: Any) -> PyTree:
   return jax.tree.map(lambda w: w.astype(dtype), weights)
+
+
+def _windows(config) -> Array | None:
+  """[G] int32, for one program of all layers; None where none slides."""
+  if not config.sliding_window:
+    return None
+  everything = jnp.iinfo(jnp.int32).max
+  return jnp.array([w or everything for w in config.windows], jnp.int32)
 
 
 def _rope_table(config, positions, dtype):

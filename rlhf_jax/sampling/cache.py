@@ -13,40 +13,98 @@ class Cache:
   """Keys and values of G layers; place c of a row holds its position c.
 
   An array per layer, and not one of all: see `decoder.hidden_cached`.  Heads
-  come before places: attention then reads each head's places in order.
+  come before places: attention then reads each head's places in order.  A layer
+  with a window of W has min(C, W) places, a ring: position c is in c mod W, and
+  holds the newest W positions.
   """
 
   keys: tuple[types.Array, ...]  # G times [N, H, C, E]
   values: tuple[types.Array, ...]  # G times [N, H, C, E]
-
-  @property
-  def places(self) -> int:
-    return self.keys[0].shape[2]
+  places: int = struct.field(pytree_node=False)  # C
+  windows: tuple[int, ...] = struct.field(pytree_node=False)  # G W; 0 is none
 
 
 def zeros(
-  config: model_config.ModelConfig, rows: int, places: int, dtype: jnp.dtype
+  config: model_config.ModelConfig,
+  rows: int,
+  places: int,
+  dtype: jnp.dtype,
+  *,
+  whole: bool = False,
 ) -> Cache:
-  """An empty cache for `rows` sequences of up to `places` tokens."""
-  shape = (rows, config.num_kv_heads, places, config.head_dim)
+  """An empty cache for `rows` sequences of up to `places` tokens.
+
+  `whole` is without rings, for prompts (see `from_prompts`) and prefixes.
+  """
+  windows = (0,) * config.num_layers if whole else config.windows
+  shape = lambda n: (rows, config.num_kv_heads, n, config.head_dim)
   layers = lambda: tuple(
-    jnp.zeros(shape, dtype) for _ in range(config.num_layers)
+    jnp.zeros(shape(_ring(window, places)), dtype) for window in windows
   )
-  return Cache(keys=layers(), values=layers())
+  return Cache(layers(), layers(), places=places, windows=windows)
+
+
+def _ring(window: int, places: int) -> int:
+  return min(window, places) if window else places
+
+
+def from_prompts(
+  keys: tuple[types.Array, ...],
+  values: tuple[types.Array, ...],
+  lengths: types.Array,
+  windows: tuple[int, ...],
+) -> Cache:
+  """The cache of prompts, of which each layer has computed all places.
+
+  Args:
+    keys: G times [N, H, C, E].
+    values: G times [N, H, C, E].
+    lengths: [N] int32, tokens of each prompt, 1 or more; the rest is padding.
+    windows: of the layers, see `Cache`.
+  """
+  places = keys[0].shape[2]
+
+  def newest(x, window):
+    size = _ring(window, places)
+    if size == places:
+      return x
+    # Of the positions that share a place, the last one of the prompt.
+    place = jnp.arange(size)[None]
+    turns = jnp.maximum(lengths[:, None] - 1 - place, 0) // size
+    position = place + turns * size  # N size
+    return jnp.take_along_axis(x, position[:, None, :, None], axis=2)
+
+  ring = lambda layers: tuple(map(newest, layers, windows))
+  return Cache(ring(keys), ring(values), places=places, windows=windows)
 
 
 def nbytes(
-  config: model_config.ModelConfig, rows: int, places: int, dtype: jnp.dtype
+  config: model_config.ModelConfig,
+  rows: int,
+  places: int,
+  dtype: jnp.dtype,
+  *,
+  whole: bool = False,
 ) -> int:
   """Bytes of `zeros` with the same arguments, without allocating them."""
-  shapes = jax.eval_shape(lambda: zeros(config, rows, places, dtype))
+  shapes = jax.eval_shape(
+    lambda: zeros(config, rows, places, dtype, whole=whole)
+  )
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def grow(cache: Cache, places: int) -> Cache:
   """The same cache with room for more tokens a row."""
-  more = [(0, 0), (0, 0), (0, places - cache.places), (0, 0)]
-  return jax.tree.map(lambda x: jnp.pad(x, more), cache)
+
+  def longer(x, window):
+    # A ring that is smaller than its window has not been filled once.
+    more = _ring(window, places) - x.shape[2]
+    return jnp.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])
+
+  layers = lambda xs: tuple(map(longer, xs, cache.windows))
+  return cache.replace(
+    keys=layers(cache.keys), values=layers(cache.values), places=places
+  )
 
 
 def copy_rows(
@@ -74,6 +132,8 @@ def copy_rows(
       piece = jax.lax.dynamic_slice_in_dim(source, rows[i], 1)
       return jax.lax.dynamic_update_slice(target, piece, (slots[i], 0, 0, 0))
 
-    return jax.tree.map(one, target, source)
+    return tuple(tuple(map(one, *pair)) for pair in zip(target, source))
 
-  return jax.lax.fori_loop(0, count, copy, target)
+  source = source.keys, source.values
+  keys, values = jax.lax.fori_loop(0, count, copy, (target.keys, target.values))
+  return target.replace(keys=keys, values=values)

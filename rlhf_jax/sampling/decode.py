@@ -100,7 +100,7 @@ def prefix_cache(
 ) -> Prefix:
   """Keys and values of the tokens [P] that all prompts share."""
   count = prefix.shape[0]
-  cache = cache_lib.zeros(config, 1, count, dtype)
+  cache = cache_lib.zeros(config, 1, count, dtype, whole=True)
   _, keys, values = decoder.hidden_cached(
     params,
     config,
@@ -137,7 +137,7 @@ def prefill(
   """
   batch, width = suffixes.shape
   begin = 0 if prefix is None else prefix[0][0].shape[1]
-  cache = cache_lib.zeros(config, batch, width, dtype)
+  cache = cache_lib.zeros(config, batch, width, dtype, whole=True)
   positions = jnp.broadcast_to(begin + jnp.arange(width)[None], suffixes.shape)
   hidden, keys, values = decoder.hidden_cached(
     params,
@@ -154,7 +154,7 @@ def prefill(
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   return Prefilled(
     logits=decoder.logits(params, config, last[:, 0]),
-    cache=cache_lib.Cache(keys=keys, values=values),
+    cache=cache_lib.from_prompts(keys, values, lengths, config.windows),
   )
 
 
@@ -230,7 +230,6 @@ def advance(
     dtype: of the computation and the cache.
   """
   begin = 0 if prefix is None else prefix[0][0].shape[1]
-  places = state.cache.places
 
   def body(carry):
     step, state = carry
@@ -243,14 +242,13 @@ def advance(
       at[:, None],
       state.cache.keys,
       state.cache.values,
-      # Slots that are done write to a place that does not exist.
-      jnp.where(state.done, places, own)[:, None],
+      jnp.where(state.done, decoder.NOWHERE, own)[:, None],
       own[:, None] + 1,  # places that it sees
       prefix=prefix,
       dtype=dtype,
     )
     logits = decoder.logits(params, config, hidden[:, 0])
-    state = state.replace(cache=cache_lib.Cache(keys=keys, values=values))
+    state = state.replace(cache=state.cache.replace(keys=keys, values=values))
     return step + 1, append(state, logits, key)
 
   def unfinished(carry):

@@ -447,7 +447,7 @@ def memory(
   return (
     of(slots, sizes.places[-1])
     + of(schedule.prefill_rows(width, slots, data_groups), width)
-    + of(1, prefix_length)
+    + of(1, prefix_length, whole=True)
   )
 
 

@@ -238,10 +238,8 @@ class Sampler:
 
   def text(self, answer: Answer) -> str:
     """The text of an answer, without the stop string that ended it."""
-    tokenizer = self.policy.tokenizer
-    if self.stop and answer.finish == 'stop':
-      return tokenizer_lib.before_stop(tokenizer, answer.ids, self.stop)
-    return tokenizer_lib.decode(tokenizer, answer.ids)
+    strings = self.stop if answer.finish == 'stop' else ()
+    return tokenizer_lib.text(self.policy.tokenizer, answer.ids, strings)
 
   def describe(self) -> str:
     """The model and where it runs, in one line."""

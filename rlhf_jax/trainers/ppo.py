@@ -286,9 +286,12 @@ def train(
         host.kl_loss, computed.get('kl/reference', np.nan), sequences
       )
     if run.due(config.dump_every, setup):
+      texts = evaluate.responses(
+        rollout, setup.tokenizer, config.rollout.stop_strings
+      )
       dump = evaluate.sample_rows(
-          setup.name, host.step, evaluate.responses(rollout, setup.tokenizer),
-          rewards, list(setup.rewards), rollout, prompts, setup.tokenizer,
+          setup.name, host.step, texts, rewards, list(setup.rewards),
+          rollout, prompts, setup.tokenizer,
           advantages=experience.advantages, limit=config.dump_sequences,
       )  # fmt: skip
       run.writer.samples(dump)

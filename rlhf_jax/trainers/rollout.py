@@ -259,7 +259,9 @@ def _rewards(setup, rollout, prompts) -> rewards_lib.RewardResult:
   return rewards_lib.evaluate(
     setup.rewards,
     setup.reward_weights,
-    evaluate.responses(rollout, setup.tokenizer),
+    evaluate.responses(
+      rollout, setup.tokenizer, setup.config.rollout.stop_strings
+    ),
     [prompt.example for prompt in asked],
     timeout_s=setup.config.reward_timeout_s,
     default=setup.config.reward_on_timeout,

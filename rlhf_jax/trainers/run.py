@@ -141,6 +141,7 @@ class Run:
       seed=config.seed,
       stage=setup.name,
       step=host.step,
+      stop_strings=config.rollout.stop_strings,
       timeout_s=config.reward_timeout_s,
       default=config.reward_on_timeout,
       **setup.sampler(1),
