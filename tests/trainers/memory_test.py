@@ -213,8 +213,9 @@ def test_notes_say_what_becomes_of_it(mesh):
     "offload.params, model.remat='offload': on CPUs host memory is the same"
     ' memory; saves nothing'
   )
+  own = types_lib.SimpleNamespace(kind='device')
   device = types_lib.SimpleNamespace(
-    platform='odd', addressable_memories=lambda: []
+    platform='odd', addressable_memories=lambda: [own]
   )
   other = types_lib.SimpleNamespace(devices=np.array([device]))
   (note,) = checks.memory_notes(config, other)
