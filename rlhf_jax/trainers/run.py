@@ -80,10 +80,14 @@ class Run:
     known = workdir_lib.allowed_microbatch(self.workdir, host.stage)
     if known and known['tokens_per_microbatch'] < host.tokens_per_microbatch:
       host.tokens_per_microbatch = known['tokens_per_microbatch']
+      text = (
+        f'micro-batches of {host.tokens_per_microbatch} tokens per data group,'
+        f' as an earlier attempt found: {known["message"]}'
+      )
+      self.console.note(text)
       self.writer.event(
         'smaller_microbatch',
-        f'{host.tokens_per_microbatch} tokens per data group:'
-        f' {known["message"]}',
+        text,
         stage=host.stage,
         step=host.step,
         tokens_per_microbatch=host.tokens_per_microbatch,
