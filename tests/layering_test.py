@@ -34,6 +34,7 @@ FLOORS = {
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
       trainers.run trainers.workdir trainers.algorithm trainers.measure
       trainers.rollout       trainers.policy sampling.text
+      sampling.conversation
       planner monitor.*""",
 }
 
