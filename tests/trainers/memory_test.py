@@ -339,6 +339,39 @@ def test_a_micro_batch_that_does_not_fit_is_halved(mesh, tmp_path):
   assert workdir_lib.allowed_microbatch(tmp_path, 'sft') is None
 
 
+class _Late:
+  """An array of a program that is found not to fit when it is waited for."""
+
+  def block_until_ready(self):
+    raise _exhausted()
+
+
+def test_errors_that_come_late_find_the_state_whole(mesh, tmp_path):
+  programs = _programs(mesh)
+  applied = []
+
+  def accumulate(params, grads, batch, coefs):
+    if len(batch['x']) > 8:
+      return {'w': _Late(), 'bias': _Late()}, {}
+    return programs['accumulate'](params, grads, batch, coefs)
+
+  def apply(state, grads):
+    applied.append(grads)
+    return programs['apply'](state, grads)
+
+  state, _ = memory.update(
+    _run(tmp_path),
+    _setup(mesh),
+    _state(mesh),
+    _batch(),
+    _COEFS,
+    programs=programs | {'accumulate': accumulate, 'apply': apply},
+    prefix='actor',
+  )
+  # What did not fit was never given to the optimiser.
+  assert len(applied) == 1 and int(state.updates) == 1
+
+
 def test_halves_until_one_row_and_then_says_what_to_do(mesh, tmp_path):
   seen = []
 
