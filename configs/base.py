@@ -71,6 +71,8 @@ def get_config() -> ConfigDict:
   config.mesh.data = 1  # replicas of the parameters
   config.mesh.fsdp = -1  # shards of parameters and optimiser; -1 = the rest
   config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
+  config.mesh.context = 1  # shards of the tokens of a row (Ulysses)
+  config.mesh.expert = 1  # must be 1: there are no models with experts
 
   # What lives in the host's pinned memory until it is used; slower, and needed
   # only where the devices' memory is too small.
@@ -106,9 +108,16 @@ def get_config() -> ConfigDict:
   config.rollout.min_new_tokens = 0  # tokens before which no stop is drawn
   config.rollout.stop = ()  # strings of one token each that end a response
   # Strings that end a response wherever they end in its text; looked for every
-  # 16 tokens, and slower than `stop`.
+  # 16 tokens, and slower than `stop`.  Rewards read the text before them.
   config.rollout.stop_strings = ()
   config.rollout.slots = 256  # sequences that decode at the same time
+  # Steps that the rollout runs ahead of training; 0 is on-policy.  More than 0
+  # needs devices of its own, and weights or ratios that correct for it.
+  config.rollout.staleness = 0
+  config.rollout.devices = 0  # of each process, only for rollouts; 0 = shared
+  # Sample on all devices of the job together, not in each process by itself:
+  # for a model that the devices of one process cannot hold.
+  config.rollout.whole_mesh = False
   config.rollout.share_prefix = True  # compute what all prompts share once
   config.rollout.dtype = 'auto'  # float32 | bfloat16 | auto
   # Old log-probs: recompute (by the trainer) | reuse (those of the sampler).

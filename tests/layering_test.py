@@ -20,7 +20,7 @@ FLOORS = {
   1: 'algorithms.* sharding.* models.spec models.config sampling.pick',
   # One decoder; prompts and packing; rule rewards; the optimiser.
   2: """models.layers models.attention models.attention_xla models.kernels
-      models.moe models.decoder data.*
+      models.moe models.context models.decoder data.*
       rewards.base rewards.rules rewards.combine optim""",
   # What wraps a decoder; caches; files of a run's state; fakes.
   3: """models.heads models.lora models.hf models.flax_module sampling.cache
@@ -35,6 +35,7 @@ FLOORS = {
       trainers.run trainers.workdir trainers.algorithm trainers.measure
       trainers.memory
       trainers.rollout       trainers.policy sampling.text
+      sampling.conversation
       planner monitor.*""",
 }
 

@@ -15,7 +15,11 @@ Array = types.Array
 
 
 def token_weights(
-  mask: Array, mode: str, *, scale: float | Array | None = None
+  mask: Array,
+  mode: str,
+  *,
+  scale: float | Array | None = None,
+  totals: tuple[float, float] | None = None,
 ) -> Array:
   """The weight of every token in the loss of its mini-batch.
 
@@ -28,10 +32,11 @@ def token_weights(
     seq-mean-token-sum-norm  1 / (scale s)
 
   Args:
-    mask: `[N, T]` bool, of the whole mini-batch, after every rejection.
+    mask: `[N, T]` bool, of the mini-batch, after every rejection.
     mode: one of the names above.
     scale: tokens, the constant divisor of the last mode; usually the longest
       allowed response.
+    totals: n and s of the whole mini-batch, where the mask is a part of it.
 
   Returns:
     `[N, T]` float32, 0 at masked places, all 0 if the mask is empty.
@@ -57,6 +62,8 @@ def token_weights(
   # As floats: length times sequences can pass 2^31.
   num_tokens = jnp.sum(lengths).astype(jnp.float32)
   num_sequences = masked.count(lengths > 0).astype(jnp.float32)
+  if totals is not None:
+    num_tokens, num_sequences = (jnp.asarray(n, jnp.float32) for n in totals)
   per_sequence = lengths.astype(jnp.float32)
   divisor = MODES[mode](num_tokens, num_sequences, per_sequence, scale)
   divisor = jnp.broadcast_to(divisor, lengths.shape).astype(jnp.float32)  # N

@@ -14,6 +14,7 @@ action b1) in one row of 7 tokens:
   mask          0  1  1  0  1  0  0    the target is an action
 """
 
+from collections.abc import Callable
 import dataclasses
 
 import numpy as np
@@ -94,6 +95,82 @@ def plan(
   )
 
 
+def nothing(width: int, rows: int, tokens_per_row: int) -> PackMap:
+  """The plan of no sequences: empty rows."""
+  return PackMap(
+    source=np.full((rows, tokens_per_row), -1, np.int32),
+    slot=np.zeros((0, width), np.int32),
+    segment_ids=np.full((rows, tokens_per_row), types.PADDING, np.int32),
+    lengths=np.zeros(0, np.int32),
+    prefix_length=0,
+  )
+
+
+def with_rows(pack_map: PackMap, order: np.ndarray) -> PackMap:
+  """The same sequences with the rows in another order.
+
+  Args:
+    pack_map: from `plan`, R rows.
+    order: [R'] int: the row that comes to each place, -1 for an empty one;
+      every row that holds a token is in it once.
+  """
+  rows, tokens_per_row = pack_map.source.shape
+  of = lambda array, fill: np.where(
+    order[:, None] >= 0, array[order], np.asarray(fill, array.dtype)
+  )
+  place = np.zeros(rows, np.int64)  # row -> its new place
+  place[order[order >= 0]] = np.flatnonzero(order >= 0)
+  row, column = np.divmod(np.maximum(pack_map.slot, 0), tokens_per_row)
+  slot = place[row] * tokens_per_row + column
+  return dataclasses.replace(
+    pack_map,
+    source=of(pack_map.source, -1),
+    segment_ids=of(pack_map.segment_ids, types.PADDING),
+    slot=np.where(pack_map.slot >= 0, slot, -1).astype(np.int32),
+  )
+
+
+def work(
+  pack_map: PackMap, cost: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+  """What each row costs: the sum over its sequences, [R] float64.
+
+  Args:
+    pack_map: from `plan`.
+    cost: of sequences of [N] tokens; linear plus quadratic.
+  """
+  per_row = np.zeros(len(pack_map.source))
+  first = pack_map.prefix_length  # the shared prefix is in every row
+  rows = pack_map.slot[:, first] // pack_map.source.shape[1]
+  np.add.at(per_row, rows, cost(pack_map.lengths.astype(np.float64)))
+  return per_row
+
+
+def balance(work: np.ndarray, bins: int, capacity: int) -> np.ndarray:
+  """Deals rows into bins of equal size and about equal work.
+
+  The heaviest row left goes to the bin with the least work that has room (the
+  longest-processing-time rule: at most 4/3 of the best possible maximum, where
+  room is no limit; Graham 1969).
+
+  Args:
+    work: [R] float, of each row; R <= bins * capacity.
+    bins: number of bins.
+    capacity: rows of a bin.
+
+  Returns:
+    [bins * capacity] int: rows by bin, -1 for none, heaviest bins first.
+  """
+  out = np.full((bins, capacity), -1)
+  total, used = np.zeros(bins), np.zeros(bins, int)
+  for row in np.argsort(-np.asarray(work), kind='stable'):
+    chosen = int(np.argmin(np.where(used < capacity, total, np.inf)))
+    out[chosen, used[chosen]] = row
+    total[chosen] += work[row]
+    used[chosen] += 1
+  return out[np.argsort(-total, kind='stable')].reshape(-1)
+
+
 def _check_plan(lengths, width, tokens_per_row, rows_multiple, prefix_length):
   """Raises a ValueError for arguments of `plan` that cannot be packed."""
   if lengths.ndim != 1 or lengths.size == 0:
@@ -161,10 +238,10 @@ def pack(array: np.ndarray, pack_map: PackMap, fill=0) -> np.ndarray:
   source, width = pack_map.source, array.shape[1]
   owned = pack_map.segment_ids > 0
   sequence, position = np.divmod(np.where(owned, source, 0), width)
-  has_next = owned & (position + 1 < pack_map.lengths[sequence])  # R L
+  has_next = owned & (position + 1 < _flat(pack_map.lengths)[sequence])  # R L
   following = np.where(has_next, source + 1, 0)
   fill = np.asarray(fill, array.dtype)
-  return np.where(has_next, array.reshape(-1)[following], fill)
+  return np.where(has_next, _flat(array)[following], fill)
 
 
 def unpack(rows: np.ndarray, pack_map: PackMap, fill=0) -> np.ndarray:
@@ -238,10 +315,11 @@ def rows(rollout: types.Rollout, pack_map: PackMap) -> types.Rows:
   used = pack_map.source >= 0  # R L
   source = np.where(used, pack_map.source, 0)
   sequence, position = np.divmod(source, tokens.shape[1])
-  temperature = np.asarray(rollout.temperature, np.float32)[sequence]  # R L
+  temperature = _flat(np.asarray(rollout.temperature, np.float32))
+  temperature = temperature[sequence]  # R L
   own = pack_map.segment_ids > 0
   return types.Rows(
-    tokens=np.where(used, tokens.reshape(-1)[source], 0).astype(np.int32),
+    tokens=np.where(used, _flat(tokens)[source], 0).astype(np.int32),
     targets=pack(tokens, pack_map),
     positions=np.where(used, position, 0).astype(np.int32),
     segment_ids=pack_map.segment_ids,
@@ -269,6 +347,11 @@ def common_prefix(tokens: np.ndarray, prompt_lengths: np.ndarray) -> int:
 def efficiency(pack_map: PackMap) -> float:
   """Share of the places of the rows that hold a token, 0 to 1."""
   return float((pack_map.source >= 0).mean())
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+  """All entries in a row; one of 0 where there is none, to look up nothing."""
+  return array.reshape(-1) if array.size else np.zeros(1, array.dtype)
 
 
 def _check_shape(name, array, like):

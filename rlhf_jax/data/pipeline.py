@@ -7,6 +7,7 @@ neither repeats nor skips a prompt.
 
 from collections.abc import Sequence
 import dataclasses
+import hashlib
 
 import grain
 import numpy as np
@@ -117,7 +118,11 @@ class PromptStream:
         f'a batch of {count} prompts from a data set of {len(self)}: ask for'
         f' 1 to {len(self)}, or add data'
       )
-    positions = [int(self._order[cursor + i]) for i in range(count)]
+    return self.at(range(cursor, cursor + count))
+
+  def at(self, samples: Sequence[int]) -> list[Prompt]:
+    """The prompts of these samples of the stream."""
+    positions = [int(self._order[int(i)]) for i in samples]
     if self._kept is not None:
       positions = [int(self._kept[p]) for p in positions]
     return [self._prompt(index) for index in positions]
@@ -202,6 +207,22 @@ def _overlong_message(count, scanned, longest, index, limit) -> str:
     f' (longest: {longest} tokens, first: example {index}): raise'
     " max_prompt_length, or set overlong to 'drop' or 'truncate_left'"
   )
+
+
+def fingerprint(prompts: Sequence[Prompt], total: int) -> str:
+  """Names a data set by its size and its first prompts and answers.
+
+  Args:
+    prompts: the first of a stream.
+    total: prompts in the whole set.
+  """
+  digest = hashlib.sha256()
+  for prompt in prompts:
+    ids = np.asarray(prompt.ids, '<i4')
+    digest.update(f'{prompt.index} {len(ids)} '.encode())
+    digest.update(ids.tobytes())
+    digest.update(repr(prompt.example.answer).encode())
+  return f'{total} prompts, first {len(prompts)}: {digest.hexdigest()[:12]}'
 
 
 def supervised(

@@ -1,5 +1,7 @@
 """How many floating-point operations a model needs, for `perf/mfu`."""
 
+from typing import Any
+
 import jax
 
 from rlhf_jax.models import config as model_config
@@ -44,6 +46,11 @@ def forward(
   head = config.vocab_size * config.d_model
   attention = config.num_layers * config.num_heads * config.head_dim
   return 2 * body * tokens + 2 * head * head_tokens + 4 * attention * attended
+
+
+def of_sequences(config: model_config.ModelConfig, lengths: Any) -> Any:
+  """Operations of a forward pass over each sequence of so many tokens."""
+  return forward(config, lengths, lengths, lengths * lengths / 2)
 
 
 def peak(device: jax.Device) -> float | None:

@@ -11,6 +11,7 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import kl
 from rlhf_jax.models import config as config_lib
 from rlhf_jax.models import decoder
+from rlhf_jax.sharding import rules
 
 Array = jax.Array
 PyTree = Any
@@ -132,13 +133,57 @@ def token_scores(
   chex.assert_equal_shape([targets, mask, temperature])
   if head_chunk < 1:
     raise ValueError(f'head_chunk={head_chunk}; it must be at least 1 place.')
-  num_rows, length = targets.shape
-  width = min(max(head_chunk // num_rows, 1), length)
-  asked = dict(entropy=entropy, sum_squares=sum_squares)
   other_states, other_head = (None, None) if reference is None else reference
+  heads = [head] if other_head is None else [head, other_head]
+  mesh = rules.mesh_of(states, head[0])
+  split = rules.parts(mesh, 'rows'), rules.parts(mesh, 'places')
+  if any(size % n for size, n in zip(targets.shape, split)):
+    split = 1, 1
+  length = targets.shape[1] // split[1]
+  width = head_chunk // (targets.shape[0] * split[1])
+  scores = functools.partial(
+    _scores,
+    axes=[axis for _, axis in heads],
+    width=min(max(width, 1), length),
+    asked=dict(entropy=entropy, sum_squares=sum_squares),
+  )
+  if split == (1, 1):
+    mesh = None
+  weights = [_whole(*one, mesh) for one in heads]
   places = states, other_states, targets, mask, temperature
+  if mesh is None:
+    return scores(weights, places)
+  # Each device goes through its own places: none of them crosses devices, and
+  # the gradient of the head does once, and not after every chunk.
+  spec = rules.sharding(mesh, ('rows', 'places'), targets.shape).spec
+  return jax.shard_map(
+    scores,
+    mesh=mesh,
+    in_specs=(jax.sharding.PartitionSpec(), spec),
+    out_specs=spec,
+    axis_names={*rules.TRAINING['rows'], *rules.TRAINING['places']},
+    check_vma=False,
+  )(weights, places)
+
+
+def _whole(weight: Array, axis: int, mesh) -> Array:
+  names = ('embed', 'vocab') if axis == 0 else ('vocab', 'embed')
+  return rules.gather(weight, names, mesh)
+
+
+def _scores(
+  weights: list[Array], places, *, axes: list[int], width: int, asked: dict
+) -> types.Scores:
+  """`token_scores` of the places of one device, `width` of each row at a time.
+
+  `weights` are those of the policy's head, and of the reference's if there is
+  one; `axes` are their axes of the model width.
+  """
+  mask = places[3]
+  length = mask.shape[1]
+  of = lambda weights: [*zip(weights, axes), None][:2]
   if width == length:
-    return _chunk(head, other_head, *places, **asked)
+    return _chunk(*of(weights), *places, **asked)
 
   # Actions first in each row: the chunks without any action are then the last.
   order = jnp.argsort(~mask, axis=1, stable=True)  # R L
@@ -147,19 +192,16 @@ def token_scores(
   places = jax.tree.map(
     lambda a: _split(_permute(a, order, back), num_chunks, width), places
   )
-  axes = head[1], other_head and other_head[1]
 
   @jax.checkpoint
   def chunk(weights, places):
-    heads = [w if w is None else (w, axis) for w, axis in zip(weights, axes)]
-    some = lambda: _chunk(*heads, *places, **asked)
+    some = lambda: _chunk(*of(weights), *places, **asked)
     # Only the shapes of `some` are read here.
     none = lambda: jax.tree.map(
       lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(some)
     )
     return jax.lax.cond(jnp.any(places[3]), some, none)
 
-  weights = head[0], other_head and other_head[0]
   _, out = jax.lax.scan(
     lambda carry, a: (carry, chunk(weights, a)), None, places
   )

@@ -20,6 +20,8 @@ import safetensors.numpy
 from rlhf_jax.models import config as config_lib
 from rlhf_jax.models import decoder
 from rlhf_jax.models import spec as spec_lib
+from rlhf_jax.sharding import multihost
+from rlhf_jax.sharding import rules
 
 PyTree = Any
 _INDEX = 'model.safetensors.index.json'
@@ -100,11 +102,11 @@ def load(
     def one(spec: spec_lib.Spec, sharding) -> jax.Array:
       out = np.zeros(spec.shape, dtype)
       if spec.hf_name == _VALUE_HEAD and _VALUE_HEAD not in reader.shapes:
-        return jax.device_put(out, sharding)
+        return rules.put(out, sharding)
       parts = out if spec.stacked else out[None]
       for part, name in zip(parts, spec.hf_names(), strict=True):
         part[...] = spec.from_hf(reader.read(name))
-      return jax.device_put(out, sharding)
+      return rules.put(out, sharding)
 
     return jax.tree.map(one, specs, shardings)
 
@@ -138,6 +140,7 @@ def export(
   `max_shard_bytes`), and with a `transformers` tokenizer its files and
   generation_config.json.  Everything is written beside `path` and renamed at
   the end, so a folder of that name is complete; an older one is replaced.
+  All processes of a job call it, the first one writes.
 
   Args:
     path: the folder.
@@ -150,6 +153,11 @@ def export(
   path = pathlib.Path(path).expanduser()
   head = 'value' if 'value_head' in params else 'policy'
   specs = decoder.specs(config, head)
+  if not multihost.is_primary():
+    # Its part of weights that are spread over processes is needed all the same.
+    for *_, read in _tensors(specs, params, np.dtype('float32')):
+      read()
+    return
   dtype = np.dtype(dtype or params['embed'].dtype)
   temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
   shutil.rmtree(temporary, ignore_errors=True)
@@ -290,7 +298,7 @@ def _tensors(
 
       def read(spec=spec, weight=weight, layer=layer):
         part = weight[layer] if spec.stacked else weight
-        part = spec.to_hf(np.asarray(jax.device_get(part)))
+        part = spec.to_hf(np.asarray(multihost.fetch(part)))
         return np.ascontiguousarray(part.astype(dtype))
 
       plan.append((layer if spec.stacked else -1, name, spec.hf_shape, read))

@@ -22,6 +22,7 @@ from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import pick
 from rlhf_jax.sampling import schedule
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 
 # Sequences that `decode.insert` begins in one call, at most.
@@ -215,9 +216,9 @@ def stream(
     ValueError: a prompt is empty or longer than the shape allows, or a request
       is out of range.
   """
-  samples, groups = shape.samples_per_prompt, mesh_lib.data_groups(mesh)
+  samples, groups = shape.samples_per_prompt, mesh_lib.rollout_groups(mesh)
   lengths = _lengths(prompts, shape)
-  requests = _requests(
+  asked = requests(
     len(prompts) * samples, shape,
     stop_ids=stop_ids, temperature=temperature, top_k=top_k, top_p=top_p,
     min_p=min_p, min_new_tokens=min_new_tokens, max_new_tokens=max_new_tokens,
@@ -226,7 +227,7 @@ def stream(
   prefix = _usable_prefix(prefix, prompts)
   sizes = _buckets(shape, len(prefix), groups)
   return _Rollout(
-    params, prompts, lengths, requests, key, prefix,
+    params, prompts, lengths, asked, key, prefix,
     config=config, mesh=mesh, shape=shape, sizes=sizes, dtype=dtype,
     find_stop=find_stop, whole=whole,
   ).run()  # fmt: skip
@@ -242,7 +243,7 @@ class _Rollout:
     self.params, self.prompts, self.key = params, prompts, key
     self.lengths, self.requests = lengths, requests
     self.mesh, self.shape, self.sizes = mesh, shape, sizes
-    self.groups = mesh_lib.data_groups(mesh)
+    self.groups = mesh_lib.rollout_groups(mesh)
     self.find_stop, self.whole = find_stop, whole
     self.options = dict(config=config, dtype=dtype)
     self.begin = len(prefix)  # position of place 0 of the cache
@@ -260,7 +261,7 @@ class _Rollout:
     self.counts = np.zeros(slots, np.int64)  # tokens it has drawn
     width = max(width for width, _ in self.calls)
     places = schedule.fitting(width + 1, sizes.places)
-    self.state = _empty(mesh, shape, slots, places, **self.options)
+    self.state = empty_slots(mesh, shape, slots, places, **self.options)
 
   def run(self) -> Iterator[list[Piece]]:
     """Fills slots, decodes, reads, until nothing is left."""
@@ -305,7 +306,7 @@ class _Rollout:
     prefilled = decode.prefill(
       self.params,
       self.prefix,
-      *rules.rows(self.mesh, (suffixes, lengths)),
+      *rules.rows(self.mesh, (suffixes, lengths), rules.ROLLOUT),
       **self.options,
     )
     samples = self.shape.samples_per_prompt
@@ -385,7 +386,7 @@ class _Rollout:
   def _collect(self) -> list[Piece]:
     """Reads what the slots have drawn; frees those that are done."""
     state = self.state
-    done, stopped, counts = jax.device_get(
+    done, stopped, counts = multihost.fetch(
       (state.done, state.stopped, state.counts)
     )
     self.counts = counts.astype(np.int64)
@@ -394,7 +395,7 @@ class _Rollout:
     look = active if self.find_stop or not self.whole else active & done
     if not look.any():
       return []
-    tokens, logprobs, drawn = jax.device_get(
+    tokens, logprobs, drawn = multihost.fetch(
       (state.tokens, state.logprobs, state.drawn_logprobs)
     )
     pieces, cut = [], np.zeros(len(self.owner), bool)
@@ -442,11 +443,13 @@ def memory(
   """
   sizes = _buckets(shape, prefix_length, data_groups)
   slots, width = sizes.slots[-1], sizes.widths[-1]
-  of = functools.partial(cache_lib.nbytes, config, dtype=dtype)
+  of = functools.partial(cache_lib.nbytes, dtype=dtype)
+  # A prefix has all places in every layer.
+  full = dataclasses.replace(config, sliding_window=0, sliding_layers=())
   return (
-    of(slots, sizes.places[-1])
-    + of(schedule.prefill_rows(width, slots, data_groups), width)
-    + of(1, prefix_length)
+    of(config, slots, sizes.places[-1])
+    + of(config, schedule.prefill_rows(width, slots, data_groups), width)
+    + of(full, 1, prefix_length)
   )
 
 
@@ -477,7 +480,7 @@ def warm_up(
   del unused
   before = programs()
   prefix = np.zeros(0, np.int32) if prefix is None else np.asarray(prefix)
-  groups = mesh_lib.data_groups(mesh)
+  groups = mesh_lib.rollout_groups(mesh)
   sizes = _buckets(shape, len(prefix), groups)
   options = dict(config=config, dtype=dtype)
   key = jax.random.key(0, impl='threefry2x32')
@@ -488,18 +491,18 @@ def warm_up(
     )
   most = min(INSERT, sizes.slots[-1])
   nothing = np.zeros(most, np.int32)
-  asked = _requests(most, shape)
+  asked = requests(most, shape)
   for width in sizes.widths:
     rows = schedule.prefill_rows(width, sizes.slots[-1], groups)
     blank = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     prefilled = decode.prefill(
-      params, shared, *rules.rows(mesh, blank), **options
+      params, shared, *rules.rows(mesh, blank, rules.ROLLOUT), **options
     )
     for slots in sizes.slots:
       for places in sizes.places:
         if places < width:
           continue
-        state = _empty(mesh, shape, slots, places, **options)
+        state = empty_slots(mesh, shape, slots, places, **options)
         state = decode.insert(
           state, prefilled, nothing, nothing + slots, asked, nothing + 1, key,
           np.int32(0),
@@ -531,11 +534,29 @@ def _buckets(shape, prefix_length, data_groups):
   jax.jit,
   static_argnames=('mesh', 'shape', 'slots', 'places', 'config', 'dtype'),
 )
-def _empty(mesh, shape, slots, places, *, config, dtype) -> decode.State:
-  """Slots without sequences, split over the mesh."""
+def empty_slots(
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  slots: int,
+  places: int,
+  *,
+  config: model_config.ModelConfig,
+  dtype: jnp.dtype,
+) -> decode.State:
+  """Slots without sequences, split over the mesh.
+
+  Args:
+    mesh: of the rollout.
+    shape: of the rollout, for what is not said by the next two.
+    slots: S.
+    places: C, cache places per slot.
+    config: of the model.
+    dtype: of the cache.
+  """
   state = decode.empty(
     config, slots, places, shape.max_new_tokens,
     (shape.max_stop_ids, shape.max_biases), dtype,
+    turned=cache_lib.turned(mesh),
   )  # fmt: skip
   axes = lambda x: ('rows',) + (None,) * (x.ndim - 1)
   place = lambda x, axes: jax.lax.with_sharding_constraint(
@@ -567,7 +588,7 @@ def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
   return lengths
 
 
-def _requests(
+def requests(
   count: int,
   shape: Shape,
   *,
@@ -581,7 +602,7 @@ def _requests(
   bias=(),
   seeds=None,
 ) -> pick.Request:
-  """Checks the numbers and spreads them over the sequences."""
+  """What `count` sequences ask for; keywords and errors as of `stream`."""
   if max_new_tokens is None:
     max_new_tokens = shape.max_new_tokens
   whole = functools.partial(_spread, count=count, dtype=np.int32)

@@ -3,24 +3,38 @@
 import math
 
 import jax
+from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from rlhf_jax import types
+from rlhf_jax.sharding import mesh as mesh_lib
+
+Rules = dict[str, tuple[str, ...]]
 
 # Logical axes that a table does not name are not split.
-TRAINING = {
+TRAINING: Rules = {
   'rows': ('data', 'fsdp'),
+  'places': ('context',),  # L of packed rows
+  'row_parts': ('context', 'data', 'fsdp'),  # [R, L] as [n R, L / n]
   'embed': ('fsdp',),
-  'heads': ('tensor',),
+  'heads': ('tensor',),  # of the weights
   'kv_heads': ('tensor',),
+  'attended_heads': ('tensor', 'context'),  # inside attention, see `context`
   'mlp': ('tensor',),
   'vocab': ('tensor',),
 }
 # Decoding reads all weights for every token: gathering them over `fsdp` each
-# time would cost more than holding them.
-ROLLOUT = TRAINING | {'embed': ()}
+# time would cost more than holding them.  A single token has no places to
+# split: `context` splits the batch.
+ROLLOUT: Rules = TRAINING | {
+  'rows': ('data', 'fsdp', 'context'),
+  'places': (),
+  'embed': (),
+  'attended_heads': ('tensor',),
+}
 
 # Memory kinds of JAX: where an array lives on its device's machine.
 DEVICE = 'device'
@@ -31,7 +45,7 @@ def sharding(
   mesh: Mesh,
   axes: tuple[str | None, ...],
   shape: tuple[int, ...],
-  rules: dict[str, tuple[str, ...]] = TRAINING,
+  rules: Rules = TRAINING,
 ) -> NamedSharding:
   """The sharding of one array.
 
@@ -50,6 +64,105 @@ def sharding(
     whole = math.prod(mesh.shape[axis] for axis in names)
     parts.append(names if names and size % whole == 0 else None)
   return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def parts(mesh: Mesh | None, name: str, rules: Rules = TRAINING) -> int:
+  """Over how many devices a logical axis is split; 1 without a mesh."""
+  if mesh is None:
+    return 1
+  return math.prod(mesh.shape[axis] for axis in rules.get(name, ()))
+
+
+def mesh_of(*arrays: types.Array) -> jax.sharding.AbstractMesh | None:
+  """The mesh of arrays while a function is traced, None if it does not matter.
+
+  That is one device, a mesh with other axes than ours, or a part of a
+  `shard_map`.
+  """
+  for array in arrays:
+    mesh = jax.typeof(array).sharding.mesh
+    if not mesh.empty:
+      ours = mesh.axis_names == mesh_lib.AXES
+      auto = set(mesh.axis_types) == {AxisType.Auto}
+      return mesh if ours and auto and mesh.size > 1 else None
+  return None
+
+
+def constrain(
+  x: types.Array,
+  axes: tuple[str | None, ...],
+  mesh: jax.sharding.AbstractMesh | None,
+  rules: Rules = TRAINING,
+) -> types.Array:
+  """Splits an array in the middle of a jitted function, see `sharding`.
+
+  Its gradient is split in the same way.
+
+  Args:
+    x: array.
+    axes: logical name of each dimension.
+    mesh: see `mesh_of`; None leaves x as it is.
+    rules: `TRAINING` or `ROLLOUT`.
+  """
+  if mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(
+    x, sharding(mesh, axes, x.shape, rules)
+  )
+
+
+def gather(
+  x: types.Array,
+  axes: tuple[str | None, ...],
+  mesh: jax.sharding.AbstractMesh | None,
+) -> types.Array:
+  """A weight as a product needs it: whole over `fsdp`, see `ROLLOUT`.
+
+  Its gradient goes back to the devices as the weight is stored.  Left to XLA,
+  a product may instead move the activations, which are larger.
+
+  Args:
+    x: weight.
+    axes: logical name of each dimension.
+    mesh: see `mesh_of`; None leaves x as it is.
+  """
+  if mesh is None:
+    return x
+  whole = jax.custom_vjp(lambda x: constrain(x, axes, mesh, ROLLOUT))
+  whole.defvjp(
+    lambda x: (whole(x), None), lambda _, g: (constrain(g, axes, mesh),)
+  )
+  return whole(x)
+
+
+def check(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
+  """Refuses a mesh that does not divide what it has to split.
+
+  Args:
+    mesh: of the run.
+    sizes: name for the message -> (logical axis of TRAINING, size).
+
+  Raises:
+    ValueError: names all that cannot be split, and the nearest meshes that
+      can split everything.
+  """
+
+  def wrong(shape):
+    found = []
+    for name, (axis, size) in sizes.items():
+      whole = math.prod(shape[mesh_axis] for mesh_axis in TRAINING[axis])
+      if size % whole:
+        product = ' x '.join(TRAINING[axis])
+        found.append(f'{name}={size} is not a multiple of {product} = {whole}')
+    return found
+
+  shape = dict(mesh.shape)
+  if errors := wrong(shape):
+    near = mesh_lib.nearest(shape, mesh.size, lambda other: not wrong(other))
+    raise ValueError(
+      f'mesh {mesh_lib.describe(shape)} cannot split the model:'
+      f' {"; ".join(errors)}; nearest: {near}'
+    )
 
 
 def params(mesh: Mesh, specs: types.PyTree, rules=TRAINING) -> types.PyTree:
@@ -120,11 +233,26 @@ def on_device(tree: types.PyTree) -> types.PyTree:
   return jax.device_put(tree, there)
 
 
-def rows(mesh: Mesh, tree: types.PyTree) -> types.PyTree:
-  """Puts a tree of host arrays `[R, ...]` on the mesh, split over its rows."""
+def rows_sharding(
+  mesh: Mesh, shape: tuple[int, ...], rules: Rules = TRAINING
+) -> NamedSharding:
+  """Of an array [R], [R, L, ...] that is split into parts of rows."""
+  axes = ('rows', 'places')[: len(shape)] + (None,) * (len(shape) - 2)
+  return sharding(mesh, axes, shape, rules)
+
+
+def rows(
+  mesh: Mesh, tree: types.PyTree, rules: Rules = TRAINING
+) -> types.PyTree:
+  """Puts a tree of host arrays [R], [R, L, ...] on the mesh, in parts."""
   return jax.tree.map(
-    lambda x: jax.device_put(
-      x, sharding(mesh, ('rows',) + (None,) * (x.ndim - 1), x.shape)
-    ),
-    tree,
+    lambda x: put(x, rows_sharding(mesh, x.shape, rules)), tree
   )
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """An array of a host value that all processes have alike."""
+  if sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  # `device_put` would send the whole value around to compare it.
+  return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])

@@ -24,6 +24,7 @@ from rlhf_jax.algorithms import policy_losses
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import workdir
 
@@ -168,7 +169,10 @@ def loss_importance(config: ConfigDict) -> Callable | None:
 
 
 def correct(
-  algorithm: ConfigDict, rollout: types.Rollout, old_logprobs: np.ndarray
+  algorithm: ConfigDict,
+  rollout: types.Rollout,
+  old_logprobs: np.ndarray,
+  islands: multihost.Islands,
 ) -> tuple[types.Rollout, np.ndarray | None, metrics.Metrics]:
   """Rejection and importance weights between sampler and trainer.
 
@@ -176,35 +180,39 @@ def correct(
     algorithm: section of the config.
     rollout: numpy, with the sampler's log-probs.
     old_logprobs: [N, T], the trainer's.
+    islands: of the job; what is normalised or counted is over all of them.
 
   Returns:
     The rollout with the mask that remains; the weights [N, T] of that mask, or
     None; and what was done.
   """
-  arrays = old_logprobs, rollout.logprobs
+  *arrays, mask = multihost.rows(
+    islands, (old_logprobs, rollout.logprobs, rollout.mask)
+  )
   rejection, section = algorithm.rejection, algorithm.importance
   measured = {}
   if rejection.statistic != 'off':
     kept = importance.keep(
       *arrays,
-      rollout.mask,
+      mask,
       statistic=rejection.statistic,
       level=rejection.level,
       low=rejection.low if rejection.statistic == 'k1' else None,
       high=rejection.high,
     )
-    measured |= importance.keep_metrics(rollout.mask, kept)
-    rollout = rollout.replace(mask=np.asarray(kept))
+    measured |= importance.keep_metrics(mask, kept)
+    mask = kept
+    rollout = rollout.replace(mask=multihost.own_rows(islands, kept))
   if section.level == 'off':
     return rollout, None, measured
   settings = dict(
     level=section.level, upper=section.upper, lower=section.lower or None
   )
   weights = importance.weights(
-    *arrays, rollout.mask, normalize=section.normalize, **settings
+    *arrays, mask, normalize=section.normalize, **settings
   )
-  measured |= importance.weight_metrics(*arrays, rollout.mask, **settings)
-  return rollout, np.asarray(weights), measured
+  measured |= importance.weight_metrics(*arrays, mask, **settings)
+  return rollout, multihost.own_rows(islands, weights), measured
 
 
 def notes(config: ConfigDict) -> list[str]:
@@ -343,7 +351,7 @@ def _check_values(config):
       tokens=one, lengths=one, prompt_lengths=one, mask=one == 0, logprobs=one,
       temperature=one, truncated=one, group=one, policy_version=one,
   )  # fmt: skip
-  correct(algorithm, rollout, one)
+  correct(algorithm, rollout, one, multihost.alone())
   if algorithm.filtration.method != 'off':
     filtration.weights(
       one[0],

@@ -25,6 +25,7 @@ def derive(
   *,
   max_positions: int,
   data_groups: int,
+  islands: int,
   prompts_in_data: int,
 ) -> Numbers:
   """The numbers of a stage.
@@ -34,6 +35,7 @@ def derive(
     trainer: 'ppo' or 'sft'.
     max_positions: tokens that the model can read.
     data_groups: over which rows are split.
+    islands: over which prompts are split.
     prompts_in_data: of the training set.
 
   Raises:
@@ -64,6 +66,17 @@ def derive(
   else:
     prompts = sequences = training.sequences_per_minibatch
     minibatches = updates = 1
+  if islands > 1 and prompts % (minibatches * islands):
+    raise ValueError(
+      f'{minibatches} mini-batches of {prompts // minibatches} prompts cannot'
+      f' be divided over {islands} islands (processes that sample by'
+      ' themselves): make the prompts of a mini-batch a multiple of that'
+    )
+  if islands > 1 and sequences % data_groups:
+    raise ValueError(
+      f'{sequences} sequences per step cannot be divided over {data_groups}'
+      ' data groups (mesh.data x mesh.fsdp)'
+    )
   if prompts > prompts_in_data:
     raise ValueError(
       f'a step takes {prompts} prompts, the training set has'

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from rlhf_jax import optim
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.models import decoder
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import workdir
@@ -90,6 +91,50 @@ def rewards(config: ConfigDict) -> ConfigDict:
     if not math.isfinite(value.weight):
       raise ValueError(f'rewards.{name}.weight={value.weight} is not finite')
   return config.rewards
+
+
+def placement(config: ConfigDict, islands: multihost.Islands) -> None:
+  """Refuses a rollout that has no place to run, or that nothing corrects.
+
+  Args:
+    config: of the stage.
+    islands: of the job.
+
+  Raises:
+    ValueError: says which keys do not go together.
+  """
+  rollout, algorithm = config.rollout, config.algorithm
+  ahead = rollout.staleness > 0
+  corrected = algorithm.importance.level != 'off' or rollout.logprobs == 'reuse'
+  dynamic = algorithm.dynamic_sampling.rounds > 0
+  several = islands.count > 1
+  for wrong, message in (
+    (
+      rollout.staleness < 0,
+      f'rollout.staleness={rollout.staleness} must be 0 or more steps',
+    ),
+    (
+      ahead != (rollout.devices > 0),
+      f'rollout.staleness={rollout.staleness} with'
+      f' rollout.devices={rollout.devices}: a rollout that runs ahead needs'
+      ' devices of its own, and devices of its own stand idle unless it does;'
+      ' set both, or both to 0',
+    ),
+    (
+      ahead and not corrected,
+      f'rollout.staleness={rollout.staleness} trains on samples of an older'
+      " policy: set algorithm.importance.level to 'token' or 'sequence', or"
+      " rollout.logprobs to 'reuse'",
+    ),
+    (
+      dynamic and several and (ahead or islands.shared),
+      'algorithm.dynamic_sampling makes processes agree in the middle of a'
+      ' rollout, which they cannot do here: set rounds to 0, or staleness to 0'
+      ' with one process per island',
+    ),
+  ):
+    if wrong:
+      raise ValueError(message)
 
 
 def common(
@@ -275,6 +320,8 @@ OF_RUN = (
   'model.architecture',
   'model.path',
   'name',
+  'rollout.devices',
+  'rollout.whole_mesh',
   'seed',
   'stages',
   'tensorboard',

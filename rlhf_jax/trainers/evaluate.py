@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from rlhf_jax import keys
@@ -13,14 +12,26 @@ from rlhf_jax.data import pipeline
 from rlhf_jax.data import tokenizer as tokenizer_lib
 from rlhf_jax.rewards import base
 from rlhf_jax.sampling import engine
+from rlhf_jax.sharding import multihost
 
 
-def responses(rollout: types.Rollout, tokenizer) -> list[str]:
-  """The text of every response; special tokens (EOS) are left out."""
+def responses(
+  rollout: types.Rollout, tokenizer, stop_strings: Sequence[str] = ()
+) -> list[str]:
+  """The text of every response, as rewards and people read it.
+
+  Special tokens (EOS) are left out, and so is a stop string that ended it; the
+  token ids have both.
+  """
   return [
-    tokenizer_lib.decode(tokenizer, row[start:end])
-    for row, start, end in zip(
-      rollout.tokens, rollout.prompt_lengths, rollout.lengths
+    tokenizer_lib.text(
+      tokenizer, row[start:end], () if truncated else stop_strings
+    )
+    for row, start, end, truncated in zip(
+      rollout.tokens,
+      rollout.prompt_lengths,
+      rollout.lengths,
+      rollout.truncated,
     )
   ]
 
@@ -82,9 +93,11 @@ def evaluate(
   rewards: dict[str, Callable],
   weights: dict[str, float],
   *,
+  islands: multihost.Islands,
   seed: int,
   stage: str,
   step: int,
+  stop_strings: Sequence[str] = (),
   samples: int = 4,
   timeout_s: float | None = None,
   default: float | None = None,
@@ -94,13 +107,15 @@ def evaluate(
 
   Args:
     params: of the policy, in the rollout layout.
-    prompts: all are used, whatever the batch size.
+    prompts: all are used, whatever the batch size; each island takes its share.
     tokenizer: turns responses into text.
     rewards: name -> reward.
     weights: name -> weight.
+    islands: of the job.
     seed: of the run.
     stage: for the samples.
     step: for the samples.
+    stop_strings: those that `find_stop` of `generation` looks for.
     samples: responses to show.
     timeout_s: see `rewards.base.evaluate`.
     default: see `rewards.base.evaluate`.
@@ -111,36 +126,55 @@ def evaluate(
     response length, the share of cut responses), rows for `samples.jsonl`, and
     events of the rewards.
   """
-  rollout = engine.generate(
-    params,
-    [prompt.ids for prompt in prompts],
-    keys.key(seed, 'evaluate', step),
-    temperature=0.0,
-    **generation,
+  prompts = prompts[islands.index :: islands.count]
+  values, rows, events = {}, [], []
+  if prompts:
+    rollout = engine.generate(
+      params,
+      [prompt.ids for prompt in prompts],
+      keys.key(seed, 'evaluate', step),
+      temperature=0.0,
+      **generation,
+    )
+    texts = responses(rollout, tokenizer, stop_strings)
+    examples = [prompt.example for prompt in prompts_of(rollout, prompts)]
+    result = multihost.from_leader(
+      islands,
+      lambda: base.evaluate(
+        rewards, weights, texts, examples, timeout_s=timeout_s, default=default
+      ),
+    )
+    sources = [example.source for example in examples]
+    values = _by_source(sources, rollout, result, list(rewards))
+    rows = sample_rows(
+        stage, step, texts, result, list(rewards), rollout, prompts, tokenizer,
+        limit=samples, kind='validation',
+    )  # fmt: skip
+    events = result.events
+  every = multihost.gather(islands, (values, rows, events))
+  values, rows, events = zip(*every)
+  return (
+    metrics.compute(metrics.merge(*values)),
+    sum(rows, [])[:samples],
+    sum(events, []),
   )
-  texts = responses(rollout, tokenizer)
-  examples = [prompt.example for prompt in prompts_of(rollout, prompts)]
-  result = base.evaluate(
-    rewards, weights, texts, examples, timeout_s=timeout_s, default=default
-  )
+
+
+def _by_source(sources, rollout, result, names) -> metrics.Metrics:
+  """Means of rewards, scores and lengths of each source."""
   lengths = rollout.lengths - rollout.prompt_lengths
-  of_source = np.array([example.source for example in examples])
-  values = {}
-  for source in sorted(set(of_source)):
+  columns = {name: result.values[:, k] for k, name in enumerate(names)}
+  columns |= {
+    'score': result.scores,
+    'response_length': lengths,
+    'clip_ratio': rollout.truncated,
+  }
+  of_source, values = np.array(sources), {}
+  for source in sorted(set(sources)):
     here = of_source == source
-    columns = {name: result.values[:, k] for k, name in enumerate(rewards)}
-    columns |= {
-      'score': result.scores,
-      'response_length': lengths,
-      'clip_ratio': rollout.truncated,
-    }
     for name, column in columns.items():
       column = np.asarray(column, np.float64)
       values[f'val/{source}/{name}'] = metrics.mean(
         column, here & np.isfinite(column)
       )
-  rows = sample_rows(
-      stage, step, texts, result, list(rewards), rollout, prompts, tokenizer,
-      limit=samples, kind='validation',
-  )  # fmt: skip
-  return metrics.compute(jax.device_get(values)), rows, result.events
+  return values

@@ -26,7 +26,8 @@ from rlhf_jax.algorithms import value_losses
 from rlhf_jax.data import packing
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import flops
-from rlhf_jax.sharding import rules
+from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 
 # Called once a step: compiled, since their loops would be traced anew.
 _GROUP_STATISTICS = jax.jit(groups.group_statistics)
@@ -75,73 +76,116 @@ def uniform(
   return np.asarray(_GROUP_STATISTICS(scores, group, valid).std) == 0
 
 
+def assign(
+  prompts: int, minibatches: int, islands: int, *, seed: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Mini-batch and island of every prompt of a step.
+
+  The prompts are permuted by an addressed key; the i-th goes to mini-batch
+  i mod M and to island (i div M) mod I, so that the mini-batches do not depend
+  on the islands.
+
+  Args:
+    prompts: of the step, over all islands.
+    minibatches: M.
+    islands: I.
+    seed: of the run.
+    step: global step.
+
+  Returns:
+    Two [prompts] int arrays.
+  """
+  key = keys.key(seed, 'minibatch', step)
+  place = np.empty(prompts, np.int64)
+  place[np.asarray(jax.random.permutation(key, prompts))] = np.arange(prompts)
+  return place % minibatches, place // minibatches % islands
+
+
 def split(
   rollout: types.Rollout,
+  home: np.ndarray,
   count: int,
   *,
-  seed: int,
-  step: int,
+  islands: multihost.Islands,
   tokens_per_row: int,
   rows_per_microbatch: int,
   share_prefix: bool,
+  cost: Callable[[np.ndarray], np.ndarray] = lambda tokens: tokens,
 ) -> list[MiniBatch]:
-  """Divides the prompts of a step into `count` mini-batches and packs each.
+  """Divides the sequences of a step into mini-batches and packs each.
 
-  Prompts are permuted by an addressed key; the i-th goes to mini-batch i mod
-  count.  All samples of a prompt stay together.
+  All samples of a prompt stay together.  Every island has equally many rows
+  of a mini-batch; they are dealt to its micro-batches and data groups so that
+  none has more work than the others, the heaviest first.
 
   Args:
-    rollout: numpy, N sequences.
-    count: mini-batches; divides the prompts.
-    seed: of the run.
-    step: global step.
+    rollout: numpy, the N sequences of this island.
+    home: mini-batch of each of its prompts, see `assign`.
+    count: mini-batches.
+    islands: of the job.
     tokens_per_row: L.
-    rows_per_microbatch: the rows of a mini-batch are a multiple of it.
+    rows_per_microbatch: of all islands; the rows of a mini-batch are a
+      multiple of it.
     share_prefix: rows hold what all prompts have in common once.
+    cost: of sequences of [n] tokens, for the balance.
 
   Returns:
     Up to `count` mini-batches: sequences without an action are in none, and a
-    mini-batch of which nothing is left is left out.
+    mini-batch of which nothing is left on any island is left out.
   """
-  prompts = int(rollout.group.max()) + 1
-  order = np.asarray(
-    jax.random.permutation(keys.key(seed, 'minibatch', step), prompts)
-  )
-  home = np.empty(prompts, np.int64)  # prompt -> mini-batch
-  home[order] = np.arange(prompts) % count
   prefix = (
     packing.common_prefix(rollout.tokens, rollout.prompt_lengths)
     if share_prefix
     else 0
   )
+  width = rollout.tokens.shape[1]
   used = rollout.mask.any(axis=1)
-  batches = []
-  for index in range(count):
-    members = np.flatnonzero((home[rollout.group] == index) & used)
-    if not len(members):
-      continue
-    part = jax.tree.map(lambda x, m=members: x[m], rollout)
-    pack_map = packing.plan(
-      part.lengths,
-      part.tokens.shape[1],
-      tokens_per_row,
-      rows_multiple=rows_per_microbatch,
-      prefix_length=prefix,
+  members = [
+    np.flatnonzero((home[rollout.group] == index) & used)
+    for index in range(count)
+  ]
+  maps = [
+    packing.plan(
+      rollout.lengths[some], width, tokens_per_row, prefix_length=prefix
     )
-    batches.append(MiniBatch(members, pack_map, packing.rows(part, pack_map)))
+    if len(some)
+    else packing.nothing(width, 0, tokens_per_row)
+    for some in members
+  ]
+  most = multihost.largest(islands, [len(pack.source) for pack in maps])
+  groups = mesh_lib.data_groups(islands.mesh) // islands.count
+  own = rows_per_microbatch // islands.count
+  batches = []
+  for some, pack_map, rows in zip(members, maps, most):
+    if not rows:
+      continue
+    # With fewer rows than data groups in all, some groups have an empty one.
+    bins, capacity = -(-int(rows) // own), own
+    if own % groups == 0:
+      bins, capacity = bins * groups, own // groups
+    order = packing.balance(packing.work(pack_map, cost), bins, capacity)
+    # Bins of one micro-batch are of similar work.
+    pack_map = packing.with_rows(pack_map, order)
+    part = jax.tree.map(lambda x, m=some: x[m], rollout)
+    batches.append(MiniBatch(some, pack_map, packing.rows(part, pack_map)))
   return batches
 
 
 def slices(
-  batch: types.PyTree, rows_per_microbatch: int, mesh: jax.sharding.Mesh
+  batch: types.PyTree, rows_per_microbatch: int, islands: multihost.Islands
 ) -> Iterator[types.PyTree]:
-  """Cuts `[R, ...]` arrays into micro-batches and puts them on the mesh."""
+  """Cuts `[R, ...]` arrays into micro-batches and puts them on the mesh.
+
+  Args:
+    batch: numpy, this island's rows.
+    rows_per_microbatch: of all islands.
+    islands: of the job.
+  """
+  own = rows_per_microbatch // islands.count
   total = jax.tree.leaves(batch)[0].shape[0]
-  for start in range(0, total, rows_per_microbatch):
-    end = start + rows_per_microbatch
-    yield rules.rows(
-      mesh, jax.tree.map(lambda x, s=start, e=end: x[s:e], batch)
-    )
+  for start in range(0, total, own):
+    part = jax.tree.map(lambda x, s=start: x[s : s + own], batch)
+    yield multihost.rows(islands, part)
 
 
 def run_score(
@@ -151,7 +195,7 @@ def run_score(
   rollout: types.Rollout,
   *,
   rows_per_microbatch: int,
-  mesh: jax.sharding.Mesh,
+  islands: multihost.Islands,
   reference: tuple[types.PyTree, Sequence[np.ndarray]] | None = None,
 ) -> tuple[types.Scores, np.ndarray]:
   """What a role says of all sequences, back in the sequence layout.
@@ -162,7 +206,7 @@ def run_score(
     batches: of the step.
     rollout: the same sequences.
     rows_per_microbatch: rows of one call.
-    mesh: of the role.
+    islands: of the job.
     reference: head and hidden states (one array per mini-batch) of the
       reference, for the exact divergence.
 
@@ -179,11 +223,11 @@ def run_score(
     inputs = dict(rows=batch.rows)
     if reference is not None:
       inputs['states'] = reference[1][index]
-    for part in slices(inputs, rows_per_microbatch, mesh):
+    for part in slices(inputs, rows_per_microbatch, islands):
       other = part.pop('states', None)
       if other is not None:
         part['reference'] = (reference[0], other)
-      parts.append(jax.device_get(program(params, **part)))
+      parts.append(multihost.own_rows(islands, program(params, **part)))
     whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)  # R L
     if whole.states is not None:
       states.append(whole.states)
@@ -200,7 +244,8 @@ def run_score(
 
 def token_batch(
     experience: types.Experience, batch: MiniBatch, aggregation_mode: str,
-    *, scale: float | None, reference_states: np.ndarray | None = None,
+    *, scale: float | None, totals: Sequence[float] | None = None,
+    reference_states: np.ndarray | None = None,
 ) -> types.TokenBatch:  # fmt: skip
   """The rows of a mini-batch with everything that its update reads.
 
@@ -208,11 +253,14 @@ def token_batch(
     experience: of the step.
     batch: whose sequences are taken.
     aggregation_mode: decides the token weights, from the final mask.
-    scale: see `aggregation.token_weights`.
+    scale: see `aggregation.token_weights`, and so for the next.
+    totals: tokens and sequences of the mini-batch on all islands.
     reference_states: [R, L, D] of the same rows, for the exact KL.
   """
   mask = experience.rollout.mask[batch.members]
-  weights = aggregation.token_weights(mask, aggregation_mode, scale=scale)
+  weights = aggregation.token_weights(
+    mask, aggregation_mode, scale=scale, totals=totals
+  )
   pack = lambda x: packing.pack(np.asarray(x), batch.pack_map)
   of_step = lambda x: pack(np.asarray(x)[batch.members])
   importance = experience.importance
@@ -241,6 +289,7 @@ def estimate(
   values: np.ndarray,
   bootstrap_values: np.ndarray,
   *,
+  islands: multihost.Islands,
   estimator: str,
   settings: dict[str, float],
   whiten: bool = False,
@@ -261,6 +310,7 @@ def estimate(
     reference_logprobs: [N, T].
     values: [N, T], zeros without a critic.
     bootstrap_values: [N], zeros where a sequence ended by itself.
+    islands: of the job; what is computed over the step is over all of them.
     estimator: name in `advantages.ESTIMATORS`.
     settings: its keywords, see `algorithm.estimator_settings`.
     whiten: whether advantages get mean 0 and deviation 1 over the step.
@@ -273,21 +323,24 @@ def estimate(
   """
   inputs = dict(
     mask=rollout.mask,
-    group=rollout.group,
+    group=_global_group(rollout.group, islands),
     scores=scores,
     values=values,
     bootstrap_values=bootstrap_values,
     kl=kl,
-    kl_coef=np.float32(kl_coef),
     rewards=rewards,
-    reward_weights=reward_weights and np.asarray(reward_weights, np.float32),
     baseline=baseline,
     logprobs=old_logprobs,
     sum_squares=sum_squares,
     importance=importance,
   )
-  token_rewards, advantages, returns = _estimate(
-    inputs, estimator, tuple(sorted(settings.items())), whiten
+  inputs = multihost.rows(islands, inputs) | dict(
+    kl_coef=np.float32(kl_coef),
+    reward_weights=reward_weights and np.asarray(reward_weights, np.float32),
+  )
+  token_rewards, advantages, returns = multihost.own_rows(
+    islands,
+    _estimate(inputs, estimator, tuple(sorted(settings.items())), whiten),
   )
   return types.Experience(
     rollout=rollout,
@@ -297,11 +350,17 @@ def estimate(
     reference_logprobs=reference_logprobs,
     values=values,
     bootstrap_values=bootstrap_values,
-    token_rewards=np.asarray(token_rewards),
-    advantages=np.asarray(advantages),
-    returns=np.asarray(returns),
+    token_rewards=token_rewards,
+    advantages=advantages,
+    returns=returns,
     importance=importance,
   )
+
+
+def _global_group(group: np.ndarray, islands: multihost.Islands) -> np.ndarray:
+  """Numbers of prompts that no two islands share."""
+  # There are no more groups than sequences.
+  return (group + islands.index * len(group)).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -327,32 +386,43 @@ def _estimate(inputs, estimator, settings, whiten):
 
 
 def filtrate(
-  experience: types.Experience, key: types.Array, *, method: str, power: float
+  experience: types.Experience,
+  key: types.Array,
+  *,
+  islands: multihost.Islands,
+  method: str,
+  power: float,
 ) -> tuple[types.Experience, metrics.Metrics]:
   """PF-PPO: resamples the sequences of a step by their scores.
 
   Each sequence moves whole, with its advantages, and every copy counts as a
-  prompt of its own, so that mini-batches stay equally large.
+  prompt of its own, so that mini-batches stay equally large.  Sequences may
+  move to another island: every one then sees the whole step for a moment.
 
   Args:
-    experience: of the step, N sequences.
+    experience: of the step, this island's N sequences.
     key: of the draw.
+    islands: of the job.
     method: see `filtration`.
     power: see `filtration`.
 
   Returns:
-    N sequences, and the share of the step's that are among them.
+    N sequences, and the share of the step's that are among them all.
   """
-  count = len(experience.scores)
+  number = len(experience.scores)
+  whole = multihost.gather(islands, experience)
+  whole = jax.tree.map(lambda *x: np.concatenate(x), *whole)
+  count = len(whole.scores)
   weights = filtration.weights(
-    experience.scores,
-    experience.rollout.mask.any(axis=1),
+    whole.scores,
+    whole.rollout.mask.any(axis=1),
     method=method,
     power=power,
   )
   chosen = np.asarray(filtration.resample(key, weights, count))
-  moved = jax.tree.map(np.asarray, filtration.take(experience, chosen))
-  group = np.arange(count, dtype=np.int32)
+  own = chosen[islands.index * number :][:number]
+  moved = jax.tree.map(np.asarray, filtration.take(whole, own))
+  group = np.arange(number, dtype=np.int32)
   moved = moved.replace(rollout=moved.rollout.replace(group=group))
   distinct = np.isin(np.arange(count), chosen)
   return moved, {'training/filtration_distinct': metrics.mean(distinct)}
@@ -362,9 +432,10 @@ def statistics(
   experience: types.Experience,
   names: Sequence[str],
   *,
+  islands: multihost.Islands,
   with_critic: bool,
 ) -> metrics.Metrics:
-  """The metrics of a step that need no gradient."""
+  """The metrics of a step that need no gradient, of this island's part."""
   rollout, mask = experience.rollout, experience.rollout.mask
   used = mask.any(axis=1)
   lengths = rollout.lengths - rollout.prompt_lengths
@@ -389,9 +460,11 @@ def statistics(
     column = experience.rewards[:, k]
     result[f'reward/{name}/mean'] = metrics.mean(column, np.isfinite(column))
   if with_critic:
-    explained = _EXPLAINED_VARIANCE(
-        experience.values, experience.returns, mask
-    )  # fmt: skip
+    # Of the whole step: it is no mean over sequences.
+    arrays = experience.values, experience.returns, mask
+    explained = multihost.fetch(
+      _EXPLAINED_VARIANCE(*multihost.rows(islands, arrays))
+    )
     result |= {
       'critic/returns/mean': metrics.mean(experience.returns, mask),
       'critic/values/mean': metrics.mean(experience.values, mask),
@@ -409,18 +482,68 @@ def update_order(count: int, epochs: int, *, seed: int, step: int) -> list[int]:
   return order
 
 
-def padding(batches: Sequence[MiniBatch]) -> float:
+def totals(
+  experience: types.Experience,
+  batches: Sequence[MiniBatch],
+  islands: multihost.Islands,
+) -> np.ndarray:
+  """Tokens and sequences that train in each mini-batch, [M, 2] over the job."""
+  counts = np.zeros((len(batches), 2), np.int64)
+  for count, batch in zip(counts, batches):
+    lengths = experience.rollout.mask[batch.members].sum(axis=1)
+    count[:] = lengths.sum(), (lengths > 0).sum()
+  return multihost.total(islands, counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What a step's metrics need of all islands; N sequences of the job."""
+
+  metrics: metrics.Metrics
+  scores: np.ndarray  # [N]
+  dropped: np.ndarray  # [N] bool
+  lengths: np.ndarray  # [N]
+  prompt_lengths: np.ndarray  # [N]
+  actions: np.ndarray  # [N] tokens that train
+
+
+def report(
+  islands: multihost.Islands,
+  measured: metrics.Metrics,
+  rollout: types.Rollout,
+  scores: np.ndarray,
+  dropped: np.ndarray,
+) -> Report:
+  """Puts together what the islands saw of a step."""
+  own = Report(
+    metrics=jax.device_get(measured),
+    scores=scores,
+    dropped=dropped,
+    lengths=rollout.lengths,
+    prompt_lengths=rollout.prompt_lengths,
+    actions=rollout.mask.sum(axis=1),
+  )
+  every = multihost.gather(islands, own)
+  return Report(
+    metrics=metrics.merge(*(one.metrics for one in every)),
+    **{
+      name: np.concatenate([getattr(one, name) for one in every])
+      for name in ('scores', 'dropped', 'lengths', 'prompt_lengths', 'actions')
+    },
+  )
+
+
+def padding(batches: Sequence[MiniBatch]) -> metrics.Mean:
   """The share of the places of a step's rows that hold no token."""
-  places = [batch.rows.tokens.size for batch in batches]
-  real = [
-    packing.efficiency(batch.pack_map) * size
-    for batch, size in zip(batches, places)
-  ]
-  return 1.0 - sum(real) / sum(places) if batches else 0.0
+  places = sum(batch.rows.tokens.size for batch in batches)
+  real = sum(int((batch.pack_map.source >= 0).sum()) for batch in batches)
+  return metrics.Mean(np.float64(places - real), np.float64(places))
 
 
 def throughput(
-  rollout: types.Rollout,
+  lengths: np.ndarray,
+  prompt_lengths: np.ndarray,
+  actions: np.ndarray,
   model: model_config.ModelConfig,
   seconds: float,
   devices: Sequence[jax.Device],
@@ -434,7 +557,9 @@ def throughput(
   in the update (a backward pass counts as two).
 
   Args:
-    rollout: numpy; its mask is final.
+    lengths: [N] tokens of every sequence of the step.
+    prompt_lengths: [N].
+    actions: [N] tokens that take part in the update.
     model: of all roles.
     seconds: of the step.
     devices: that took part.
@@ -443,15 +568,14 @@ def throughput(
   Returns:
     `perf/` metrics; `perf/mfu` only where the peak of a device is known.
   """
-  lengths = rollout.lengths.astype(np.float64)
-  actions = rollout.mask.sum(axis=1)
+  responses = (lengths - prompt_lengths).sum()
+  lengths = lengths.astype(np.float64)
   used = actions > 0
   of = lambda rows, heads: flops.forward(
     model, lengths[rows].sum(), heads, (lengths[rows] ** 2).sum() / 2
   )
   everyone = np.ones(len(lengths), bool)
-  sampled = (rollout.lengths - rollout.prompt_lengths).sum()
-  total = of(everyone, sampled) + passes * of(used, actions.sum())
+  total = of(everyone, responses) + passes * of(used, actions.sum())
   rate = total / seconds / len(devices)
   result = {
     'perf/tokens_per_second_per_device': (

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 
-import jax
 import numpy as np
 
 from rlhf_jax import types
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import roles as roles_lib
@@ -49,7 +49,7 @@ def measure(
   rollout: types.Rollout,
   *,
   rows_per_microbatch: int,
-  mesh: jax.sharding.Mesh,
+  islands: multihost.Islands,
   timings: Callable,
 ) -> Measured:
   """Runs the passes that the plan asks for, each over all mini-batches.
@@ -61,14 +61,14 @@ def measure(
     batches: of the step.
     rollout: the same sequences.
     rows_per_microbatch: rows of one call.
-    mesh: of all roles.
+    islands: of the job.
     timings: `with timings(name)` measures.
   """
   nothing = np.zeros(rollout.tokens.shape, np.float32)
 
   def run(role, params, **reference):
     return experience_lib.run_score(
-        passes[role], params, batches, rollout, mesh=mesh,
+        passes[role], params, batches, rollout, islands=islands,
         rows_per_microbatch=rows_per_microbatch, **reference,
     )  # fmt: skip
 

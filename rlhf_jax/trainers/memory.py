@@ -67,7 +67,7 @@ def update(
   """
 
   def attempt(rows_per_microbatch):
-    parts = experience.slices(batch, rows_per_microbatch, setup.mesh)
+    parts = experience.slices(batch, rows_per_microbatch, setup.islands)
     return update_lib.update(
       state, parts, coefs, programs=programs, prefix=prefix
     )

@@ -14,12 +14,13 @@ import numpy as np
 
 from rlhf_jax import keys
 from rlhf_jax import metrics
-from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
+from rlhf_jax.models import flops
 from rlhf_jax.sampling import engine
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
@@ -49,7 +50,7 @@ def train(
   Returns:
     The actor's parameters after the last step.
   """
-  config, numbers, mesh = setup.config, setup.numbers, setup.mesh
+  config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   algorithm, seed = config.algorithm, config.seed
   last_step = setup.first_step + numbers.steps
@@ -71,9 +72,7 @@ def train(
     )
     for role in learners
   }
-  relayout = engine.relayout_program(
-    mesh, learners['actor'].specs, setup_lib.dtype(config.rollout.dtype)
-  )
+  relayout = roles.relayout(setup, learners['actor'])
   timings = run_lib.Timings()
   fitting = functools.partial(memory.fitting, run, setup)
 
@@ -89,6 +88,16 @@ def train(
   engine.warm_up(relayout(stage.actor), **setup.sampler(1))
   run.console.note(f'{engine.programs()} programs of the sampler are compiled')
 
+  sampler = run.resources.enter_context(
+    rollout_lib.Sampler(
+      setup,
+      relayout,
+      steps=range(host.step, last_step),
+      cursor=host.cursor,
+      greedy_baseline=plan.greedy_baseline,
+    )
+  )
+
   while host.step < last_step:
     timings.clear()
     began = time.perf_counter()
@@ -96,25 +105,14 @@ def train(
     train_actor = step - setup.first_step >= config.critic.warmup_steps
 
     # ---- Rollout, rewards, and which sequences take part ------------------
-    with timings('relayout'):
-      policy = jax.block_until_ready(relayout(stage.actor))
-    sampled = rollout_lib.sample(
-      setup,
-      policy,
-      step=step,
-      cursor=host.cursor,
-      policy_version=host.policy_version,
-      greedy_baseline=plan.greedy_baseline,
-      timings=timings,
+    sampled = sampler.take(
+      stage.actor, step=step, policy_version=host.policy_version
     )
-    relayout_bytes = tree.nbytes(policy)
-    del policy  # as large as the weights: freed before the update
     rollout, prompts, rewards = (
       sampled.rollout,
       sampled.prompts,
       sampled.rewards,
     )
-    run.events(rewards.events, step + 1)
     rejected = experience_lib.rejected(
       rollout,
       # Without a baseline there is nothing to compare a score with.
@@ -128,13 +126,13 @@ def train(
     split = functools.partial(
       experience_lib.split,
       count=numbers.minibatches_per_step,
-      seed=seed,
-      step=step,
       tokens_per_row=config.training.tokens_per_row,
       rows_per_microbatch=memory.rows(run, setup),
       share_prefix=config.rollout.share_prefix,
+      cost=functools.partial(flops.of_sequences, setup.model),
+      islands=islands,
     )
-    minibatches = split(rollout)
+    minibatches = split(rollout, sampled.home)
 
     # ---- Old log-probs, reference, values; sampler against trainer --------
     seen = fitting(
@@ -144,17 +142,18 @@ def train(
       stage,
       minibatches,
       rollout,
-      mesh=mesh,
+      islands=islands,
       timings=timings,
     )
-    measured, weights = sampled.metrics, None
+    # What this island saw, and what the whole job did.
+    seen_here, measured, weights = sampled.metrics, {}, None
     if plan.old_pass and not plan.reuse:
       arrays = seen.old_logprobs, rollout.logprobs, rollout.mask
-      measured |= update.sampler_gap(*arrays)
-      measured |= _MISMATCH(*arrays)
+      seen_here |= update.sampler_gap(*arrays)
+      seen_here |= _MISMATCH(*arrays)
     if plan.correction:
       rollout, weights, done = algorithm_lib.correct(
-        algorithm, rollout, seen.old_logprobs
+        algorithm, rollout, seen.old_logprobs, islands
       )
       measured |= done
 
@@ -163,7 +162,7 @@ def train(
     with timings('adv'):
       if algorithm.kl_reward.coef:
         penalty = _penalty(algorithm.kl_reward, seen, rollout.mask)
-        measured['kl/reward'] = metrics.mean(penalty, rollout.mask)
+        seen_here['kl/reward'] = metrics.mean(penalty, rollout.mask)
         measured['kl/reward_coef'] = metrics.mean(host.kl_reward.coef)
       cut = rollout.truncated & algorithm.bootstrap_truncated
       experience = experience_lib.estimate(
@@ -174,6 +173,7 @@ def train(
         seen.reference_logprobs,
         seen.values,
         np.where(cut, seen.values_after, 0.0),
+        islands=islands,
         estimator=algorithm.advantages,
         settings=algorithm_lib.estimator_settings(algorithm),
         whiten=algorithm_lib.whitens(algorithm),
@@ -189,25 +189,41 @@ def train(
         trained, chosen = experience_lib.filtrate(
           experience,
           keys.key(seed, 'filtration', step),
+          islands=islands,
           method=algorithm.filtration.method,
           power=algorithm.filtration.power,
         )
         measured |= chosen
-        minibatches = split(trained.rollout)
+        home, _ = experience_lib.assign(
+          numbers.sequences_per_step,
+          numbers.minibatches_per_step,
+          1,
+          seed=seed,
+          step=step,
+        )
+        number = len(trained.scores)
+        minibatches = split(
+          trained.rollout, home[islands.index * number :][:number]
+        )
       states = (
         seen.reference_states if plan.exact_loss else itertools.repeat(None)
       )
+      totals = experience_lib.totals(trained, minibatches, islands)
       batches = [
           experience_lib.token_batch(
               trained, batch, algorithm.aggregation,
               scale=_scale(algorithm.aggregation, config),
-              reference_states=of_reference,
+              totals=of_batch, reference_states=of_reference,
           )
-          for batch, of_reference in zip(minibatches, states)
+          for batch, of_batch, of_reference in zip(minibatches, totals, states)
       ]  # fmt: skip
-    measured |= experience_lib.statistics(
-      experience, list(setup.rewards), with_critic=plan.critic
+    seen_here |= experience_lib.statistics(
+      experience,
+      list(setup.rewards),
+      islands=islands,
+      with_critic=plan.critic,
     )
+    seen_here['perf/padding'] = experience_lib.padding(minibatches)
 
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
@@ -217,7 +233,7 @@ def train(
       len(batches), config.training.epochs_per_step, seed=seed, step=step
     )
     # Rejection may have left nothing of a mini-batch.
-    order = [index for index in order if batches[index].rows.mask.any()]
+    order = [index for index in order if totals[index][0]]
     for role in ('critic', 'actor'):
       if role not in learners or (role == 'actor' and not train_actor):
         continue
@@ -234,7 +250,7 @@ def train(
               batch,
               minibatches[index],
               trained,
-              mesh=mesh,
+              islands=islands,
             )
           state, new = memory.update(
             run,
@@ -249,25 +265,33 @@ def train(
         stage.put(role, state)
 
     # ---- Host state, metrics, evaluation, checkpoint ----------------------
-    computed = metrics.compute(measured)
+    everyone = experience_lib.report(
+      islands, seen_here, rollout, rewards.scores, rewards.dropped
+    )
+    computed = metrics.compute(metrics.merge(measured, everyone.metrics))
     computed['actor/kl_coef'] = host.kl_loss.coef
     host.step += 1
     host.cursor += sampled.prompts_read
     host.policy_version += len(order) * train_actor
     run.count_skipped(computed)
     run.watch_kl(computed)
-    run.add_step(rewards.scores, rewards.dropped, rollout.lengths.sum())
+    run.events(multihost.join(islands, rewards.events), host.step)
+    run.add_step(everyone.scores, everyone.dropped, everyone.lengths.sum())
     if train_actor:  # while it is frozen the divergence says nothing
+      sequences = numbers.sequences_per_step
       host.kl_reward = kl.update(
-        host.kl_reward, computed.get('kl/reward', np.nan), len(rewards.scores)
+        host.kl_reward, computed.get('kl/reward', np.nan), sequences
       )
       host.kl_loss = kl.update(
-        host.kl_loss, computed.get('kl/reference', np.nan), len(rewards.scores)
+        host.kl_loss, computed.get('kl/reference', np.nan), sequences
       )
     if run.due(config.dump_every, setup):
+      texts = evaluate.responses(
+        rollout, setup.tokenizer, config.rollout.stop_strings
+      )
       dump = evaluate.sample_rows(
-          setup.name, host.step, evaluate.responses(rollout, setup.tokenizer),
-          rewards, list(setup.rewards), rollout, prompts, setup.tokenizer,
+          setup.name, host.step, texts, rewards, list(setup.rewards),
+          rollout, prompts, setup.tokenizer,
           advantages=experience.advantages, limit=config.dump_sequences,
       )  # fmt: skip
       run.writer.samples(dump)
@@ -276,17 +300,21 @@ def train(
     if setup.validation and run.due(config.evaluation.every, setup):
       with timings('evaluate'):
         computed |= run.validate(setup, relayout, stage.actor)
-    computed |= timings | {
-      'timing_s/step': seconds,
-      'perf/padding': experience_lib.padding(minibatches),
-      'perf/relayout_bytes': relayout_bytes,
-      'training/epoch': setup.train.epoch(host.cursor),
-    }
+    computed |= (
+      sampled.timings
+      | timings
+      | {
+        'timing_s/step': seconds,
+        'training/epoch': setup.train.epoch(host.cursor),
+      }
+    )
     computed |= experience_lib.throughput(
-      rollout,
+      everyone.lengths,
+      everyone.prompt_lengths,
+      everyone.actions,
       setup.model,
       seconds,
-      mesh.devices.flat,
+      setup.mesh.devices.flat,
       passes=_passes(config, plan, train_actor),
     )
     run.log(computed)
@@ -320,24 +348,33 @@ def _penalty(section, seen: measure.Measured, mask) -> np.ndarray:
 
 
 def _selected(
-    select, key, score, batch, minibatch, experience, **rows
+    select, key, score, batch, minibatch, experience, *, islands, **rows
 ) -> types.TokenBatch:  # fmt: skip
-  """The mini-batch with the tokens that its loss picks under the policy now."""
+  """The mini-batch with the tokens that its loss picks under the policy now.
+
+  It picks among all tokens of the mini-batch, so every island looks at all.
+  """
   scored = [
-    jax.device_get(score(rows=part).logprobs)
-    for part in experience_lib.slices(batch.rows, **rows)
+    multihost.own_rows(islands, score(rows=part).logprobs)
+    for part in experience_lib.slices(batch.rows, islands=islands, **rows)
   ]
   of = lambda x: np.asarray(x)[minibatch.members]
-  picked = select(
-    key,
-    minibatch.members.astype(np.int32),
-    packing.unpack(np.concatenate(scored), minibatch.pack_map),
-    of(experience.old_logprobs),
-    of(experience.advantages),
-    of(experience.rollout.mask),
+  first = islands.index * len(experience.scores)
+  parts = multihost.gather(
+    islands,
+    (
+      (minibatch.members + first).astype(np.int32),
+      packing.unpack(np.concatenate(scored), minibatch.pack_map),
+      of(experience.old_logprobs),
+      of(experience.advantages),
+      of(experience.rollout.mask),
+    ),
   )
+  picked = select(key, *(np.concatenate(x) for x in zip(*parts)))
+  before = sum(len(part[0]) for part in parts[: islands.index])
+  picked = np.asarray(picked)[before:][: len(minibatch.members)]
   return batch.replace(
-    selected=packing.pack(np.asarray(picked), minibatch.pack_map, fill=False)
+    selected=packing.pack(picked, minibatch.pack_map, fill=False)
   )
 
 

@@ -16,7 +16,9 @@ from rlhf_jax import types
 from rlhf_jax.models import heads
 from rlhf_jax.models import hf
 from rlhf_jax.models import spec
+from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -173,6 +175,16 @@ def programs(
     max_grad_norm=learner_.max_grad_norm,
     gradient_dtype=jnp.dtype(setup.config.training.gradient_dtype),
   )
+
+
+def relayout(
+  setup: setup_lib.Setup, learner_: Learner
+) -> Callable[[types.PyTree], types.PyTree]:
+  """`relayout(params)`: the policy as this island's sampler takes it."""
+  program = engine.relayout_program(
+    setup.mesh, learner_.specs, setup_lib.dtype(setup.config.rollout.dtype)
+  )
+  return lambda params: multihost.to_rollout(setup.islands, program(params))
 
 
 def actor_params(

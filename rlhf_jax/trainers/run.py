@@ -21,6 +21,7 @@ from rlhf_jax.models import spec
 from rlhf_jax.monitor import console as console_lib
 from rlhf_jax.monitor import report
 from rlhf_jax.monitor import writers
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import setup as setup_lib
@@ -54,6 +55,10 @@ class Run:
   host: state_lib.HostState
   restored_step: int | None  # checkpoint that the run goes on from
   started: float  # time.time() less what earlier processes worked
+  # What the loops open and `conclude` closes, whatever ended them.
+  resources: contextlib.ExitStack = dataclasses.field(
+    default_factory=contextlib.ExitStack
+  )
 
   def restored_in(self, stage: str) -> int | None:
     """The checkpoint to restore in this stage, None to begin it anew."""
@@ -91,7 +96,9 @@ class Run:
   def rewind(self) -> None:
     """Back to the last checkpoint, where a new process would begin."""
     lost = self.host.step
-    self.restored_step, self.host = _progress(self.checkpoints, self.config)
+    self.resources.close()
+    self.restored_step = self.checkpoints.latest_step()
+    self.host = _progress(self.checkpoints, self.restored_step, self.config)
     self.writer.event(
       'rollback',
       f'back from step {lost} to step {self.host.step}',
@@ -136,9 +143,11 @@ class Run:
       setup.tokenizer,
       setup.rewards,
       setup.reward_weights,
+      islands=setup.islands,
       seed=config.seed,
       stage=setup.name,
       step=host.step,
+      stop_strings=config.rollout.stop_strings,
       timeout_s=config.reward_timeout_s,
       default=config.reward_on_timeout,
       **setup.sampler(1),
@@ -325,6 +334,7 @@ def conclude(run: Run, reason: str, total_steps: int) -> None:
     reason: 'finished', 'evaluated', 'interrupted' or the error.
     total_steps: of all stages.
   """
+  run.resources.close()
   workdir = run.workdir
   if reason == 'evaluated':  # the summary stays that of the training
     run.console.finish(run.host.last)
@@ -332,7 +342,8 @@ def conclude(run: Run, reason: str, total_steps: int) -> None:
     return
   summary = run.finish(reason, total_steps)
   try:
-    report.write(workdir)
+    if multihost.is_primary():
+      report.write(workdir)
   except Exception as error:  # a picture must not change how a run ended
     run.writer.event('warning', f'no report.html: {error}')
   commands = [f'python launch/report.py --workdir={workdir}']
@@ -388,14 +399,16 @@ def open_run(
   """
   writer = writers.RunWriter(
     workdir,
-    primary=jax.process_index() == 0,
+    primary=multihost.is_primary(),
     tensorboard=tensorboard,
     wandb=dict(project=wandb, name=workdir.name) if wandb else None,
   )
   again = (workdir / writers.CONFIG).exists()
   writer.config(config)
   checkpoints = checkpoint.manager(workdir, keep=keep)
-  step, host = _progress(checkpoints, config)
+  # Seen by process 0: a shared file system may show others an older state.
+  step = multihost.gather(setups[0].islands, checkpoints.latest_step())[0]
+  host = _progress(checkpoints, step, config)
   if step is not None:
     writer.event(
       'resume', f'goes on after step {step}', stage=host.stage, step=step
@@ -407,7 +420,9 @@ def open_run(
     workdir=workdir,
     config=config,
     writer=writer,
-    console=console_lib.Console(total, [setup.name for setup in setups]),
+    console=console_lib.Console(
+      total, [setup.name for setup in setups], enabled=multihost.is_primary()
+    ),
     checkpoints=checkpoints,
     host=host,
     restored_step=step,
@@ -417,11 +432,10 @@ def open_run(
   return run
 
 
-def _progress(checkpoints, config) -> tuple[int | None, state_lib.HostState]:
-  """The newest checkpoint, if there is one, and the host state there."""
-  step = checkpoints.latest_step()
+def _progress(checkpoints, step, config) -> state_lib.HostState:
+  """The host state of a checkpoint; that of a run that begins if None."""
   if step is None:
-    return None, state_lib.HostState(seed=config['seed'])
-  return step, state_lib.HostState.from_json(
+    return state_lib.HostState(seed=config['seed'])
+  return state_lib.HostState.from_json(
     checkpoint.restore_host(checkpoints, step)
   )

@@ -17,6 +17,7 @@ from rlhf_jax.models import hf
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import arithmetic
@@ -35,7 +36,8 @@ class Setup:
   config: ConfigDict  # with the overrides of the stage
   first_step: int  # global step before its first
   numbers: arithmetic.Numbers
-  mesh: jax.sharding.Mesh
+  mesh: jax.sharding.Mesh  # of training
+  islands: multihost.Islands  # of that mesh
   model: model_config.ModelConfig
   tokenizer: object
   stop_ids: tuple[int, ...]
@@ -81,7 +83,7 @@ class Setup:
       )
     return dict(
       config=self.model,
-      mesh=self.mesh,
+      mesh=self.islands.rollout,
       shape=shape,
       stop_ids=self.stop_ids,
       find_stop=find_stop,
@@ -110,7 +112,10 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   names = [name for name, _, _ in config.stages]
   if len(set(names)) != len(names):
     raise ValueError(f'stages must have different names, got {names}')
-  mesh = _mesh(config)
+  training, rollout_devices = multihost.set_aside(
+    _devices(config), config.rollout.devices
+  )
+  mesh = _mesh(config, training)
   tokenizer = tokenizer_lib.load(config.tokenizer or config.model.path)
   model = _model(config)
   tokenizer_lib.check_against_model(tokenizer, model.vocab_size)
@@ -128,6 +133,7 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
         checks.stage_config(config, dict(overrides)),
         first,
         mesh,
+        rollout_devices,
         model,
         tokenizer,
       )
@@ -138,22 +144,23 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   return result
 
 
-def _mesh(config) -> jax.sharding.Mesh:
-  if jax.process_count() > 1:
-    raise ValueError(
-      f'{jax.process_count()} processes: runs of several processes are not'
-      ' supported yet, start one process with all its devices'
-    )
+def _devices(config) -> list[jax.Device]:
   devices = jax.devices()
   if not 0 <= config.mesh.devices <= len(devices):
     raise ValueError(
       f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
     )
+  return devices[: config.mesh.devices or len(devices)]
+
+
+def _mesh(config, devices) -> jax.sharding.Mesh:
   return mesh_lib.make(
     config.mesh.data,
     config.mesh.fsdp,
     config.mesh.tensor,
-    devices=devices[: config.mesh.devices or len(devices)],
+    config.mesh.context,
+    config.mesh.expert,
+    devices=devices,
   )
 
 
@@ -182,7 +189,9 @@ def _model(config) -> model_config.ModelConfig:
     ) from error
 
 
-def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
+def _stage(
+  name, trainer, config, first, mesh, rollout_devices, model, tokenizer
+) -> Setup:
   """Loads the data of a stage and checks everything about it."""
   stop = tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)
   if config.model.path:
@@ -229,13 +238,20 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
   checks.common(config, trainer, rewards, {x.source for x in held_out})
   if trainer == 'ppo':
     algorithm.check(config, model, rewards)
+  islands = multihost.islands(
+    mesh, whole=config.rollout.whole_mesh, rollout=rollout_devices
+  )
+  if trainer == 'ppo':
+    checks.placement(config, islands)
   numbers = arithmetic.derive(
     config,
     trainer,
     max_positions=model.max_positions,
     data_groups=mesh_lib.data_groups(mesh),
+    islands=islands.count,
     prompts_in_data=len(stream),
   )
+  _check_mesh(config, mesh, model)
   for key in ('model', 'rollout'):
     dtype(config[key].dtype)
   checks.optimizers(config, trainer, numbers)
@@ -247,6 +263,7 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     first_step=first,
     numbers=numbers,
     mesh=mesh,
+    islands=islands,
     model=model,
     tokenizer=tokenizer,
     stop_ids=tuple(sorted(stop)),
@@ -259,6 +276,33 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
       key: float(value.weight) for key, value in config.rewards.items()
     },
   )
+
+
+def _check_mesh(config, mesh, model: model_config.ModelConfig) -> None:
+  """Refuses a mesh that cannot split the models or their rows evenly."""
+  models = {'model': model}
+  if config.critic.path:
+    models['critic'] = hf.load_config(config.critic.path)
+  length = config.training.tokens_per_row
+  rules.check(
+    mesh,
+    {'training.tokens_per_row': ('places', length)}
+    | {
+      f'{role} {field}': (axis, getattr(one, field))
+      for role, one in models.items()
+      for field, axis in _SPLIT.items()
+    },
+  )
+
+
+# Sizes of a model that a mesh must divide, and their logical axes.  Key/value
+# heads are repeated where they are too few.
+_SPLIT = {
+  'd_model': 'embed',
+  'num_heads': 'attended_heads',
+  'd_mlp': 'mlp',
+  'vocab_size': 'vocab',
+}
 
 
 def _prefix(prompts) -> np.ndarray:
@@ -303,10 +347,11 @@ def describe(setup: Setup) -> list[str]:
       sampler['shape'],
       len(setup.prefix),
       sampler['dtype'],
-      mesh_lib.data_groups(setup.mesh),
+      mesh_lib.rollout_groups(setup.islands.rollout),
     )
     lines.append(
-      f'  rollout cache          {cache:,} bytes at most, over all devices'
+      f'  rollout cache          {cache:,} bytes at most, over the'
+      f' {setup.islands.rollout.size} devices of an island'
     )
     lines += [f'  note: {note}' for note in algorithm.notes(setup.config)]
   return lines

@@ -10,7 +10,9 @@ from rlhf_jax import types
 from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
-from rlhf_jax.sampling import engine
+from rlhf_jax.models import flops
+from rlhf_jax.sharding import multihost
+from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
@@ -31,7 +33,7 @@ def train(
   Returns:
     The parameters after the last step.
   """
-  config, numbers, mesh = setup.config, setup.numbers, setup.mesh
+  config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   last_step = setup.first_step + numbers.steps
 
@@ -44,9 +46,7 @@ def train(
     functools.partial(update.supervised_loss, score=learner.score),
     stage.states['actor'],
   )
-  relayout = engine.relayout_program(
-    mesh, learner.specs, setup_lib.dtype(config.rollout.dtype)
-  )
+  relayout = roles.relayout(setup, learner)
 
   # ---- Before the first step -----------------------------------------------
   run.console.start_stage(
@@ -60,7 +60,10 @@ def train(
   while host.step < last_step:
     began = time.perf_counter()
     # ---- Data: prompts and their answers, packed ---------------------------
-    prompts = setup.train.batch(host.cursor, numbers.sequences_per_step)
+    count = numbers.sequences_per_step
+    prompts = setup.train.at(
+      range(host.cursor + islands.index, host.cursor + count, islands.count)
+    )
     examples = pipeline.supervised(
       prompts, setup.tokenizer, width=numbers.longest_sequence
     )
@@ -74,9 +77,10 @@ def train(
     values = metrics.compute(measured)
     # ---- Host state, metrics, evaluation, checkpoint -----------------------
     host.step += 1
-    host.cursor += numbers.sequences_per_step
+    host.cursor += count
     host.policy_version += 1
-    host.tokens += int(examples.lengths.sum())
+    tokens = int(multihost.total(islands, examples.lengths.sum()))
+    host.tokens += tokens
     run.count_skipped(values)
     seconds = time.perf_counter() - began
     if setup.validation and setup.rewards:
@@ -84,9 +88,7 @@ def train(
         values |= run.validate(setup, relayout, stage.actor)
     values |= {
       'timing_s/step': seconds,
-      'perf/tokens_per_second_per_device': (
-        examples.lengths.sum() / seconds / mesh.size
-      ),
+      'perf/tokens_per_second_per_device': (tokens / seconds / setup.mesh.size),
       'training/epoch': setup.train.epoch(host.cursor),
     }
     run.log(values)
@@ -96,26 +98,33 @@ def train(
 
 
 def pack(
-  examples: types.Rollout, setup: setup_lib.Setup, rows_multiple: int
+  examples: types.Rollout, setup: setup_lib.Setup, rows_per_microbatch: int
 ) -> types.TokenBatch:
   """Packs examples into rows, weighted as `algorithm.aggregation` says."""
-  pack_map = packing.plan(
-    examples.lengths,
-    examples.tokens.shape[1],
-    setup.config.training.tokens_per_row,
-    rows_multiple=rows_multiple,
+  (batch,) = experience.split(
+    examples,
+    np.zeros(len(examples.lengths), int),
+    1,
+    islands=setup.islands,
+    tokens_per_row=setup.config.training.tokens_per_row,
+    rows_per_microbatch=rows_per_microbatch,
+    share_prefix=False,
+    cost=functools.partial(flops.of_sequences, setup.model),
   )
+  lengths = examples.mask.sum(axis=1)
+  counts = np.array([lengths.sum(), (lengths > 0).sum()])
   weights = aggregation.token_weights(
-    examples.mask, setup.config.algorithm.aggregation
+    examples.mask,
+    setup.config.algorithm.aggregation,
+    totals=multihost.total(setup.islands, counts),
   )
-  rows = packing.rows(examples, pack_map)
-  nothing = np.zeros(rows.tokens.shape, np.float32)
+  nothing = np.zeros(batch.rows.tokens.shape, np.float32)
   return types.TokenBatch(
-    rows=rows,
+    rows=batch.rows,
     old_logprobs=nothing,
     reference_logprobs=nothing,
     advantages=nothing,
     old_values=nothing,
     returns=nothing,
-    weights=packing.pack(np.asarray(weights), pack_map),
+    weights=packing.pack(np.asarray(weights)[batch.members], batch.pack_map),
   )

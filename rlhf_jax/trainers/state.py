@@ -6,6 +6,7 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from rlhf_jax import checkpoint
@@ -96,8 +97,8 @@ def critic_from_actor(
   """A critic with a copy of the actor's body and a value head of zeros."""
   table = specs_of(config, 'critic')
   body = {name: actor[name] for name in table if name != 'value_head'}
-  head = jax.device_put(
-    jnp.zeros(table['value_head'].shape, jnp.float32),
+  head = rules.put(
+    np.zeros(table['value_head'].shape, np.float32),
     rules.params(mesh, table)['value_head'],
   )
   return jax.tree.map(jnp.copy, body) | {'value_head': head}

@@ -9,12 +9,14 @@ from configs import base
 from rlhf_jax import metrics
 from rlhf_jax import testing
 from rlhf_jax import types
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm
 
 _REWARDS = {'constant': testing.constant_reward()}
 _GRPO = {'algorithm.advantages': 'grpo'}
 _FULL = {'algorithm.kl_loss.coef': 0.1, 'algorithm.kl_loss.estimator': 'full'}
 _REUSE = {'rollout.logprobs': 'reuse'}
+_ISLANDS = multihost.alone()
 _TOKEN = {'algorithm.importance.level': 'token'}
 
 
@@ -195,7 +197,9 @@ def test_correct_rejects_first_and_weighs_what_is_left():
   )
   rollout = _rollout([[0, 0], [np.log(1.5), 0], [0, np.log(4)]])
   old = np.where(rollout.mask, np.float32(-1), 0)
-  left, weights, measured = algorithm.correct(config.algorithm, rollout, old)
+  left, weights, measured = algorithm.correct(
+    config.algorithm, rollout, old, _ISLANDS
+  )
   np.testing.assert_array_equal(
     left.mask, [[False, True, True]] * 2 + [[False, True, False]]
   )
@@ -213,7 +217,7 @@ def test_correct_rejects_first_and_weighs_what_is_left():
 def test_correct_does_nothing_when_it_is_off():
   rollout = _rollout([[0, 0], [1, 0], [0, 3]])
   left, weights, measured = algorithm.correct(
-    _config().algorithm, rollout, rollout.logprobs
+    _config().algorithm, rollout, rollout.logprobs, _ISLANDS
   )
   assert left is rollout and weights is None and not measured
 

@@ -25,7 +25,9 @@ def _config(**changes):
 
 
 def _derive(config, trainer='ppo', **changes):
-  options = dict(max_positions=64, data_groups=2, prompts_in_data=100)
+  options = dict(
+    max_positions=64, data_groups=2, islands=1, prompts_in_data=100
+  )
   return arithmetic.derive(config, trainer, **(options | changes))
 
 

@@ -16,7 +16,7 @@ from rlhf_jax.data import packing
 from rlhf_jax.models import decoder
 from rlhf_jax.models import heads
 from rlhf_jax.models import spec
-from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import update
@@ -50,15 +50,16 @@ def _take(tree, index):
   return jax.tree.map(lambda x: x[index], tree)
 
 
-def _split(rollout, count=3, **changes):
+def _split(rollout, count=3, *, seed=1, step=0, **changes):
   options = dict(
-    seed=1,
-    step=0,
+    islands=multihost.alone(),
     tokens_per_row=12,
     rows_per_microbatch=2,
     share_prefix=False,
   )
-  return experience_lib.split(rollout, count, **(options | changes))
+  prompts = int(rollout.group.max()) + 1
+  home, _ = experience_lib.assign(prompts, count, 1, seed=seed, step=step)
+  return experience_lib.split(rollout, home, count, **(options | changes))
 
 
 # ---- Which sequences form a mini-batch --------------------------------------
@@ -158,7 +159,6 @@ def test_rejected(truncated, uniform_groups, expected):
 @pytest.fixture(scope='module')
 def scored():
   """A function that scores a rollout with a role, packed."""
-  mesh = mesh_lib.make(devices=jax.devices()[:1])
   program = update.score_program(functools.partial(heads.score, config=_CONFIG))
 
   def run(role, rollout, **changes):
@@ -171,7 +171,7 @@ def scored():
       _split(rollout, **changes),
       rollout,
       rows_per_microbatch=2,
-      mesh=mesh,
+      islands=multihost.alone(),
     )
 
   return run
@@ -261,6 +261,7 @@ def _estimate(scores, **changes):
     reference_logprobs=np.zeros((2, 6), np.float32),
     values=_VALUES,
     bootstrap_values=np.array([0, 0.6], np.float32),
+    islands=multihost.alone(),
     estimator='gae',
     settings=dict(gamma=0.9, lam=0.5),
   )
@@ -377,11 +378,13 @@ def test_a_step_of_rejected_sequences_is_all_zero():
     for array in (result.token_rewards, result.advantages, result.returns):
       np.testing.assert_array_equal(array, np.zeros((2, 6)))
     values = metrics.compute(
-      experience_lib.statistics(result, ['rule'], with_critic=True)
+      experience_lib.statistics(
+        result, ['rule'], islands=multihost.alone(), with_critic=True
+      )
     )
     assert np.isfinite(list(values.values())).all()
     assert values['training/sequences_used'] == 0
-  assert experience_lib.padding([]) == 0
+  assert metrics.compute({'padding': experience_lib.padding([])}) == {}
 
 
 # ---- The rows of an update --------------------------------------------------
@@ -459,8 +462,7 @@ def test_token_batch_puts_every_number_at_its_action(share_prefix):
 
 def test_slices_are_micro_batches_of_the_whole():
   batch = _split(_rollout())[0]
-  mesh = mesh_lib.make(devices=jax.devices()[:1])
-  parts = list(experience_lib.slices(batch.rows, 2, mesh))
+  parts = list(experience_lib.slices(batch.rows, 2, multihost.alone()))
   assert len(parts) == batch.rows.tokens.shape[0] // 2 > 1
   np.testing.assert_array_equal(
     np.concatenate([part.tokens for part in parts]), batch.rows.tokens
@@ -478,7 +480,9 @@ def test_statistics_by_hand():
     rewards=np.array([[0.7, nan], [nan, nan]], np.float32)
   )
   values = metrics.compute(
-    experience_lib.statistics(result, ['exact', 'other'], with_critic=True)
+    experience_lib.statistics(
+      result, ['exact', 'other'], islands=multihost.alone(), with_critic=True
+    )
   )
   expected = {
     'critic/score/mean': 0.7,
@@ -503,7 +507,6 @@ def test_statistics_by_hand():
 def test_exact_divergence_of_packed_rows(scored):
   """From hidden states that a pass of the reference left, row by row."""
   rollout = _rollout()
-  mesh = mesh_lib.make(devices=jax.devices()[:1])
   of = lambda seed: spec.init(
     state_lib.specs_of(_CONFIG, 'actor'), jax.random.key(seed)
   )
@@ -513,7 +516,7 @@ def test_exact_divergence_of_packed_rows(scored):
     batches=_split(rollout),
     rollout=rollout,
     rows_per_microbatch=2,
-    mesh=mesh,
+    islands=multihost.alone(),
   )
   score = functools.partial(heads.score, config=_CONFIG)
   kept, _ = run(update.score_program(score, keep_states=True), reference)
@@ -571,7 +574,11 @@ def test_filtration_moves_each_sequence_whole():
     bootstrap_values=np.zeros(4, np.float32),
   )
   moved, measured = experience_lib.filtrate(
-    experience, jax.random.key(0), method='max_min', power=2.0
+    experience,
+    jax.random.key(0),
+    islands=multihost.alone(),
+    method='max_min',
+    power=2.0,
   )
   source = moved.rollout.tokens[:, 0] - 10
   assert set(source) == {1, 2}

@@ -23,6 +23,7 @@ from rlhf_jax.data import packing
 from rlhf_jax.models import heads
 from rlhf_jax.models import spec
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import state as state_lib
@@ -90,7 +91,8 @@ def _minibatch(rollout, *, alone=False, shared=False):
   """Packed into 8 rows of 16; `alone`, one sequence per row."""
   if not alone:
     (minibatch,) = experience_lib.split(
-        rollout, 1, seed=0, step=0, tokens_per_row=_LENGTH,
+        rollout, np.zeros(len(rollout.lengths), int), 1,
+        islands=multihost.islands(_mesh(1)), tokens_per_row=_LENGTH,
         rows_per_microbatch=_ROWS, share_prefix=shared,
     )  # fmt: skip
     return minibatch
@@ -144,7 +146,7 @@ def _case(case):
       alone = _minibatch(rollout, alone=True)
       now, _ = experience_lib.run_score(
           jax.jit(_score), _params(), [alone], rollout,
-          rows_per_microbatch=_ROWS, mesh=_mesh(1),
+          rows_per_microbatch=_ROWS, islands=multihost.islands(_mesh(1)),
       )  # fmt: skip
     only = lambda x: np.where(rollout.mask, x, np.nan)
     return types.Experience(

@@ -12,6 +12,7 @@ from rlhf_jax import types
 from rlhf_jax.data import pipeline
 from rlhf_jax.data import sources
 from rlhf_jax.data import tokenizer as tokenizer_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import rollout as rollout_lib
 
 
@@ -21,15 +22,15 @@ class _Stream:
   def __init__(self):
     self.read = []
 
-  def batch(self, cursor, count):
-    self.read.append((cursor, count))
+  def at(self, places):
+    self.read.append((int(places[0]), len(places)))
     return [
       pipeline.Prompt(
         ids=np.array([48 + i], np.int32),
         example=sources.Example(str(i), '', 'numbers'),
         index=i,
       )
-      for i in range(cursor, cursor + count)
+      for i in map(int, places)
     ]
 
 
@@ -81,12 +82,14 @@ def sample(monkeypatch):
       rewards={'is_b': is_b},
       reward_weights={'is_b': 1.0},
       sampler=lambda samples: dict(samples=samples),
+      islands=multihost.alone(),
     )
     result = rollout_lib.sample(
       setup,
       None,
       step=0,
       cursor=cursor,
+      own=np.arange(4),
       policy_version=7,
       greedy_baseline=changes.get('algorithm.advantages') == 'remax',
       timings=lambda name: contextlib.nullcontext(),

@@ -63,7 +63,24 @@ _PPO = (('ppo', 'ppo', {}),)
     ),
     ({'mesh.devices': 99}, 'mesh.devices=99, but there are 8'),
     ({'mesh.devices': -1}, 'mesh.devices=-1, but there are 8'),
-    ({'mesh.data': 3}, 'does not fit 1 devices.*divisors of 1 are'),
+    ({'mesh.data': 3}, 'does not fit 1 devices.*nearest: data=1 fsdp=1'),
+    ({'mesh.expert': 2}, 'mesh.expert=2: there are no models with experts'),
+    (
+      {'mesh.devices': 8, 'mesh.fsdp': 1, 'mesh.tensor': 8},
+      # 4 heads of the model, 259 words, 96 and 64 wide: nothing but fsdp.
+      "stage 'warmup': mesh .*tensor=8.* cannot split the model: model"
+      ' num_heads=4 is not a multiple of tensor x context = 8; model'
+      ' vocab_size=259 is not a multiple of tensor = 8; nearest: data=1 fsdp=8',
+    ),
+    (
+      {
+        'mesh.devices': 8,
+        'mesh.context': 2,
+        'training.tokens_per_row': 33,
+        'training.tokens_per_microbatch': 33,
+      },
+      'training.tokens_per_row=33 is not a multiple of context = 2; nearest:',
+    ),
     (
       {'model.path': 'some/folder'},
       'model.path and model.architecture are both set',
