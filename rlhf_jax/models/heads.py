@@ -156,6 +156,10 @@ def token_scores(
   # Each device goes through its own places: none of them crosses devices, and
   # the gradient of the head does once, and not after every chunk.
   spec = rules.sharding(mesh, ('rows', 'places'), targets.shape).spec
+  # So wide that the gradient is summed over devices in at least float32.  (On
+  # the CPU XLA ends the process over such a sum in bfloat16.)
+  wide = jnp.promote_types(states.dtype, jnp.float32)
+  weights = [weight.astype(wide) for weight in weights]
   return jax.shard_map(
     scores,
     mesh=mesh,
@@ -181,6 +185,7 @@ def _scores(
   """
   mask = places[3]
   length = mask.shape[1]
+  weights = [weight.astype(places[0].dtype) for weight in weights]
   of = lambda weights: [*zip(weights, axes), None][:2]
   if width == length:
     return _chunk(*of(weights), *places, **asked)
