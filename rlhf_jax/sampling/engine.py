@@ -40,6 +40,7 @@ class Shape:
   chunk: int = 64  # tokens a sequence between two looks of the host
   max_stop_ids: int = 16  # per sequence
   max_biases: int = 16  # per sequence
+  prompt_sizes: int = 3  # widths that prompts are padded to, at most
 
   @property
   def width(self) -> int:
@@ -500,7 +501,7 @@ def warm_up(
     )
     for slots in sizes.slots:
       for places in sizes.places:
-        if places < width:
+        if places <= width:  # a rollout begins with one place more
           continue
         state = empty_slots(mesh, shape, slots, places, **options)
         state = decode.insert(
@@ -526,7 +527,7 @@ def programs() -> int:
 def _buckets(shape, prefix_length, data_groups):
   widest = shape.max_prompt_tokens - prefix_length
   return schedule.buckets(
-    widest, shape.max_new_tokens, shape.slots, data_groups
+    widest, shape.max_new_tokens, shape.slots, data_groups, shape.prompt_sizes
   )
 
 
