@@ -44,6 +44,7 @@ from rlhf_jax.sharding import jobs  # noqa: E402
 from rlhf_jax.trainers import checks  # noqa: E402
 from rlhf_jax.trainers import memory  # noqa: E402
 from rlhf_jax.trainers import ppo  # noqa: E402
+from rlhf_jax.trainers import roles  # noqa: E402
 from rlhf_jax.trainers import run as run_lib  # noqa: E402
 from rlhf_jax.trainers import setup as setup_lib  # noqa: E402
 from rlhf_jax.trainers import sft  # noqa: E402
@@ -131,8 +132,9 @@ def train(
       reason = 'evaluated'
       return 0
     if config.export:
+      policy = roles.merged(setups[-1], params)
       hf.export(
-        workdir / 'export', params, setups[-1].model, setups[-1].tokenizer
+        workdir / 'export', policy, setups[-1].model, setups[-1].tokenizer
       )
     reason = 'finished'
   except KeyboardInterrupt:
