@@ -267,12 +267,12 @@ def _stage(
     prompts_in_data=len(stream),
   )
   _check_mesh(config, mesh, model)
-  for name in (
-    config.model.dtype,
-    config.rollout.dtype,
-    config.model.lora.base_dtype,
+  for section, key in (
+    (config.model, 'dtype'),
+    (config.rollout, 'dtype'),
+    (config.model.lora, 'base_dtype'),
   ):
-    dtype(name)
+    dtype(section[key])
   checks.optimizers(config, trainer, numbers)
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(

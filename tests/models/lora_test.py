@@ -121,6 +121,10 @@ def test_the_start_is_the_model_itself(base, rows):
   for name, value in tree.flatten(fresh).items():
     assert bool(jnp.any(value)) == name.endswith('_lora_a'), name
   params = lora.combine(base, fresh)
+  # Also as a reference: the scale, and nothing that it counts for.
+  np.testing.assert_array_equal(
+    _logprobs(base, rows), _logprobs(lora.merge(base), rows)
+  )
   np.testing.assert_array_equal(
     _logprobs(params, rows), _logprobs(lora.merge(base), rows)
   )
