@@ -152,7 +152,7 @@ class Model:
   def decode_seconds(self, rows, context, new=20):
     """A decode step of full slots, at about `context` tokens."""
     shape = engine.Shape(context - new, new, rows, 1)
-    state = engine._empty(
+    state = engine.empty_slots(
       MESH, shape, rows, context, config=self.config, dtype=FLOAT32
     )
     request = state.request.replace(
@@ -197,7 +197,7 @@ class Model:
     logits = jax.random.normal(
       jax.random.key(0), (rows, self.config.vocab_size)
     )
-    request = engine._requests(rows, engine.Shape(1, 1, rows, 1))
+    request = engine.requests(rows, engine.Shape(1, 1, rows, 1))
     key = keys.key(0, 'rollout', 0)
     zeros = jnp.zeros(rows, jnp.int32)
 

@@ -35,6 +35,7 @@ FLOORS = {
       trainers.run trainers.workdir trainers.algorithm trainers.measure
       trainers.memory
       trainers.rollout       trainers.policy sampling.text
+      sampling.conversation
       planner monitor.*""",
 }
 

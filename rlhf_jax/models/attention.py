@@ -143,6 +143,7 @@ def attend(
   prefix: tuple[Array, Array] | None = None,
   prefix_seen: Array | None = None,
   window: int = 0,
+  turned: bool = False,
 ) -> Array:
   """Attention of queries to a cache; not for gradients through a kernel.
 
@@ -160,16 +161,18 @@ def attend(
     prefix_seen: [B, S] int32: a query sees only so many of the last of them.
     window: where `mask` is None, a query sees so many places up to its own; 0
       is all.  Any other mask says it by itself.
+    turned: k is [B, H, E, C]; XLA only.
 
   Returns:
     [B, S, Q, E] in the dtype of q.
   """
   chex.assert_rank([q, k, v], 4)
-  chex.assert_equal_shape([k, v])
-  (batch, length), (kv_heads, places) = q.shape[:2], k.shape[1:3]
+  (batch, length), (kv_heads, places) = q.shape[:2], v.shape[1:3]
+  as_values = (*k.shape[:2], k.shape[3], k.shape[2]) if turned else k.shape
+  chex.assert_equal(as_values, v.shape)
   queries = _grouped(q, kv_heads)  # B H M S E
   if mask is None:
-    chex.assert_equal(length, places)
+    chex.assert_equal((length, turned), (places, False))
     how = _choose('rows', q, k, kv_heads, places, window > 0)
     ids = jnp.ones((batch, places), jnp.int32)  # a row that is one sequence
     span = None
@@ -180,12 +183,14 @@ def attend(
   elif mask.ndim == 2:
     chex.assert_shape(mask, (batch, length))
     how = _How('xla')
-    if length == 1:
+    if length == 1 and not turned:
       how = _choose('decode', q, k, kv_heads, places)
-    out, log_total = _first(how, queries, k, v, mask)
+    out, log_total = _first(how, queries, k, v, mask, turned)
   else:
     chex.assert_shape(mask, (batch, length, places))
-    out, log_total = attention_xla.softmax_product(queries, k, v, mask)
+    out, log_total = attention_xla.softmax_product(
+      queries, k, v, mask, turned=turned
+    )
   if prefix is not None:
     out = attention_xla.add_prefix(queries, out, log_total, prefix, prefix_seen)
   return _ungrouped(out.astype(q.dtype))
@@ -291,12 +296,12 @@ def _kernel_rows_gradient(how, q, k, v, segment_ids, out, log_total, outer):
   return tuple(both(*x)[..., :length, :] for x in zip(within, shared))
 
 
-def _first(how, q, k, v, counts) -> tuple[Array, Array]:
+def _first(how, q, k, v, counts, turned) -> tuple[Array, Array]:
   """Output [B, H, M, S, E] of the first places of a cache, and log of total."""
 
   def xla(q, k, v, counts):
-    mask = jnp.arange(k.shape[2])[None, None] < counts[..., None]  # B S C
-    return attention_xla.softmax_product(q, k, v, mask)
+    mask = jnp.arange(v.shape[2])[None, None] < counts[..., None]  # B S C
+    return attention_xla.softmax_product(q, k, v, mask, turned=turned)
 
   def kernel(q, k, v, counts):
     out, log_total = IMPLEMENTATIONS[how.name].decode(

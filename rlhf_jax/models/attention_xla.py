@@ -54,14 +54,15 @@ def segment_mask(segment_ids: Array, span: Span | None = None) -> Array:
 
 
 def softmax_product(
-  q: Array, k: Array, v: Array, mask: Array
+  q: Array, k: Array, v: Array, mask: Array, *, turned: bool = False
 ) -> tuple[Array, Array]:
   """softmax(q k^T, where mask [R, L, C]) v, and the log of the total weight.
 
+  Keys are [R, H, E, C] if `turned`.
   Both in at least float32.  A query that sees nothing gets zeros and about the
   lowest number, so that nothing is added where its output is joined to other.
   """
-  scores = _scores(q, k, mask)
+  scores = _scores(q, k, mask, turned)
   top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)  # R H M L 1
@@ -281,9 +282,10 @@ def _no_gradients(of_queries, k, v):
   return tuple(jnp.zeros(shape, log_total.dtype) for shape in shapes)
 
 
-def _scores(q: Array, k: Array, mask: Array) -> Array:
+def _scores(q: Array, k: Array, mask: Array, turned: bool = False) -> Array:
   """[R, H, M, L, C], the lowest number where masked."""
-  scores = _product(_merge(q), k, 3, 3).reshape(*q.shape[:-1], k.shape[2])
+  scores = _product(_merge(q), k, 3, 2 if turned else 3)
+  scores = scores.reshape(*q.shape[:-1], mask.shape[-1])
   return jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
 
 

@@ -130,12 +130,13 @@ def hidden_cached(
   config: config_lib.ModelConfig,
   tokens: Array,
   positions: Array,
-  cache_keys: Sequence[Array],
-  cache_values: Sequence[Array],
+  cache_keys: Sequence[Array] | None,
+  cache_values: Sequence[Array] | None,
   places: Array | None,
   mask: Array | None,
   *,
   prefix: Sequence[tuple[Array, Array]] | None = None,
+  turned: bool = False,
   dtype: Any = jnp.float32,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
   """Hidden states of new tokens, which attend through a cache.
@@ -147,6 +148,9 @@ def hidden_cached(
   place c is then written at c modulo that number, over the one that no token
   sees any more (a ring).  Only one token at a time can go there.
 
+  Prompts need no cache: they attend to themselves, and what is returned is all
+  their keys and values, in their order.
+
   The layers are a loop of Python and not a scan: a scan would copy the cache of
   a layer out of the stack before every product with it.
 
@@ -155,19 +159,20 @@ def hidden_cached(
     config: static.
     tokens: [B, S] int32: a prompt (S long) or one token each (S = 1).
     positions: [B, S] int32, in the sequence.
-    cache_keys: G arrays [B, H, C, E].
+    cache_keys: G arrays [B, H, C, E]; None, as the next three, for prompts.
     cache_values: G arrays [B, H, C, E].
     places: [B, S] int32: the place a token is written to; NOWHERE drops it.
-      None is the first S places, in order, which needs no scatter.
     mask: the places that a token sees, see `attention.attend`: [B, S] int32 (so
-      many first ones, of those in the window), or None (causal, S is C); or
-      [B, S, C] bool, where no layer slides.
+      many first ones, of those in the window), or [B, S, C] bool, where no
+      layer slides.
     prefix: G pairs of keys and values [H, P, E], of the tokens at the positions
       before P, which all rows share and see, as far as windows reach.
+    turned: the keys of the cache are [B, H, E, C].
     dtype: of the computation; the cache may have another.
 
   Returns:
-    ([B, S, D] in `dtype`, the caches with the new tokens).
+    ([B, S, D] in `dtype`, the caches with the new tokens), or those of the
+    prompts, [B, H, S, E] in `dtype`.
   """
   chex.assert_rank([tokens, positions], 2)
   one_by_one = mask is not None and mask.ndim == 2 and tokens.shape[1] == 1
@@ -177,34 +182,22 @@ def hidden_cached(
       ' sliding windows: expected one token a row, and counts [B, 1]'
     )
   table = _rope_table(config, positions, dtype)
-  rows = jnp.arange(tokens.shape[0])[:, None, None]  # B 1 1
-  heads = jnp.arange(config.num_kv_heads)[None, None]  # 1 1 H
-
-  def write(cache, new, window):  # [B, S, H, E] into [B, H, C, E]
-    new = new.astype(cache.dtype)
-    if places is None:
-      new = jnp.moveaxis(new, 1, 2)
-      return jax.lax.dynamic_update_slice(cache, new, (0, 0, 0, 0))
-    at = places
-    if window:
-      at = jnp.where(places == NOWHERE, NOWHERE, places % cache.shape[2])
-    return cache.at[rows, heads, at[:, :, None]].set(new, mode='drop')
-
   x = params['embed'][tokens].astype(dtype)  # B S D
   all_keys, all_values = [], []
   for layer, weights in enumerate(unstack(params)['layers']):
     weights = _cast(weights, dtype)
     window = config.windows[layer]
     q, k, v = _project(x, weights, config, table)
-    keys, values = (
-      write(cache, new, window)
-      for cache, new in ((cache_keys[layer], k), (cache_values[layer], v))
-    )
+    if cache_keys is None:
+      keys, values = (jnp.moveaxis(x, 1, 2) for x in (k, v))
+    else:
+      cached = cache_keys[layer], cache_values[layer]
+      keys, values = _write(*cached, k, v, places, window > 0, turned)
     shared = prefix and tuple(a.astype(dtype) for a in prefix[layer])
     sees, prefix_seen = mask, None
     if window:
       if mask is not None:
-        sees = jnp.minimum(mask, keys.shape[2])
+        sees = jnp.minimum(mask, values.shape[2])
       if prefix:
         begin = shared[0].shape[1]
         prefix_seen = window - 1 - (positions - begin)
@@ -212,7 +205,7 @@ def hidden_cached(
         shared = tuple(a[:, max(begin - window, 0) :] for a in shared)
     out = attention.attend(
       q, keys.astype(dtype), values.astype(dtype), sees,
-      prefix=shared, prefix_seen=prefix_seen, window=window,
+      prefix=shared, prefix_seen=prefix_seen, window=window, turned=turned,
     )  # fmt: skip
     x = _finish(x, out, weights, config)
     all_keys.append(keys)
@@ -220,6 +213,26 @@ def hidden_cached(
   norm = params['final_norm'].astype(dtype)
   hidden_states = layers.rms_norm(x, norm, config.norm_eps)
   return hidden_states, tuple(all_keys), tuple(all_values)
+
+
+def _write(cache_keys, cache_values, k, v, places, sliding, turned):
+  """New keys and values [B, S, H, E] into a layer's cache."""
+  if sliding:
+    ring = places % cache_values.shape[2]
+    places = jnp.where(places == NOWHERE, NOWHERE, ring)
+  rows = jnp.arange(k.shape[0])[:, None, None]  # B 1 1
+  heads = jnp.arange(k.shape[2])[None, None]  # 1 1 H
+  at = places[:, :, None]
+  if turned:
+    at_keys = cache_keys.at[rows, heads, :, at]
+  else:
+    at_keys = cache_keys.at[rows, heads, at]
+  return (
+    at_keys.set(k.astype(cache_keys.dtype), mode='drop'),
+    cache_values.at[rows, heads, at].set(
+      v.astype(cache_values.dtype), mode='drop'
+    ),
+  )
 
 
 def unstack(params: PyTree) -> PyTree:

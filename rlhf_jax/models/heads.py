@@ -138,7 +138,7 @@ def token_scores(
   mesh = rules.mesh_of(states, head[0])
   split = rules.parts(mesh, 'rows'), rules.parts(mesh, 'places')
   if any(size % n for size, n in zip(targets.shape, split)):
-    mesh, split = None, (1, 1)
+    split = 1, 1
   length = targets.shape[1] // split[1]
   width = head_chunk // (targets.shape[0] * split[1])
   scores = functools.partial(
@@ -147,6 +147,8 @@ def token_scores(
     width=min(max(width, 1), length),
     asked=dict(entropy=entropy, sum_squares=sum_squares),
   )
+  if split == (1, 1):
+    mesh = None
   weights = [_whole(*one, mesh) for one in heads]
   places = states, other_states, targets, mask, temperature
   if mesh is None:

@@ -218,7 +218,7 @@ def stream(
   """
   samples, groups = shape.samples_per_prompt, mesh_lib.rollout_groups(mesh)
   lengths = _lengths(prompts, shape)
-  requests = _requests(
+  asked = requests(
     len(prompts) * samples, shape,
     stop_ids=stop_ids, temperature=temperature, top_k=top_k, top_p=top_p,
     min_p=min_p, min_new_tokens=min_new_tokens, max_new_tokens=max_new_tokens,
@@ -227,7 +227,7 @@ def stream(
   prefix = _usable_prefix(prefix, prompts)
   sizes = _buckets(shape, len(prefix), groups)
   return _Rollout(
-    params, prompts, lengths, requests, key, prefix,
+    params, prompts, lengths, asked, key, prefix,
     config=config, mesh=mesh, shape=shape, sizes=sizes, dtype=dtype,
     find_stop=find_stop, whole=whole,
   ).run()  # fmt: skip
@@ -261,7 +261,7 @@ class _Rollout:
     self.counts = np.zeros(slots, np.int64)  # tokens it has drawn
     width = max(width for width, _ in self.calls)
     places = schedule.fitting(width + 1, sizes.places)
-    self.state = _empty(mesh, shape, slots, places, **self.options)
+    self.state = empty_slots(mesh, shape, slots, places, **self.options)
 
   def run(self) -> Iterator[list[Piece]]:
     """Fills slots, decodes, reads, until nothing is left."""
@@ -443,11 +443,13 @@ def memory(
   """
   sizes = _buckets(shape, prefix_length, data_groups)
   slots, width = sizes.slots[-1], sizes.widths[-1]
-  of = functools.partial(cache_lib.nbytes, config, dtype=dtype)
+  of = functools.partial(cache_lib.nbytes, dtype=dtype)
+  # A prefix has all places in every layer.
+  full = dataclasses.replace(config, sliding_window=0, sliding_layers=())
   return (
-    of(slots, sizes.places[-1])
-    + of(schedule.prefill_rows(width, slots, data_groups), width)
-    + of(1, prefix_length, whole=True)
+    of(config, slots, sizes.places[-1])
+    + of(config, schedule.prefill_rows(width, slots, data_groups), width)
+    + of(full, 1, prefix_length)
   )
 
 
@@ -489,7 +491,7 @@ def warm_up(
     )
   most = min(INSERT, sizes.slots[-1])
   nothing = np.zeros(most, np.int32)
-  asked = _requests(most, shape)
+  asked = requests(most, shape)
   for width in sizes.widths:
     rows = schedule.prefill_rows(width, sizes.slots[-1], groups)
     blank = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
@@ -500,7 +502,7 @@ def warm_up(
       for places in sizes.places:
         if places < width:
           continue
-        state = _empty(mesh, shape, slots, places, **options)
+        state = empty_slots(mesh, shape, slots, places, **options)
         state = decode.insert(
           state, prefilled, nothing, nothing + slots, asked, nothing + 1, key,
           np.int32(0),
@@ -532,11 +534,29 @@ def _buckets(shape, prefix_length, data_groups):
   jax.jit,
   static_argnames=('mesh', 'shape', 'slots', 'places', 'config', 'dtype'),
 )
-def _empty(mesh, shape, slots, places, *, config, dtype) -> decode.State:
-  """Slots without sequences, split over the mesh."""
+def empty_slots(
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  slots: int,
+  places: int,
+  *,
+  config: model_config.ModelConfig,
+  dtype: jnp.dtype,
+) -> decode.State:
+  """Slots without sequences, split over the mesh.
+
+  Args:
+    mesh: of the rollout.
+    shape: of the rollout, for what is not said by the next two.
+    slots: S.
+    places: C, cache places per slot.
+    config: of the model.
+    dtype: of the cache.
+  """
   state = decode.empty(
     config, slots, places, shape.max_new_tokens,
     (shape.max_stop_ids, shape.max_biases), dtype,
+    turned=cache_lib.turned(mesh),
   )  # fmt: skip
   axes = lambda x: ('rows',) + (None,) * (x.ndim - 1)
   place = lambda x, axes: jax.lax.with_sharding_constraint(
@@ -568,7 +588,7 @@ def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
   return lengths
 
 
-def _requests(
+def requests(
   count: int,
   shape: Shape,
   *,
@@ -582,7 +602,7 @@ def _requests(
   bias=(),
   seeds=None,
 ) -> pick.Request:
-  """Checks the numbers and spreads them over the sequences."""
+  """What `count` sequences ask for; keywords and errors as of `stream`."""
   if max_new_tokens is None:
     max_new_tokens = shape.max_new_tokens
   whole = functools.partial(_spread, count=count, dtype=np.int32)

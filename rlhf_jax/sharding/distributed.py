@@ -80,17 +80,26 @@ def member(
 
 
 def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
-  began = time.monotonic()
-  who = f'process {job.process_id} ({socket.gethostname()})'
+  """Joins JAX's job, and connects the processes for `watch`."""
+  until = time.monotonic() + join_s
+  _initialize(job, heartbeat_s, join_s)
+  return _connect(max(until - time.monotonic(), 1.0))
+
+
+def _initialize(job: jobs.Job, heartbeat_s: int, join_s: int) -> None:
+  if job.kind == 'tpu':
+    who, job_text = 'a host', 'the hosts of this TPU slice'
+  else:
+    who = f'process {job.process_id}'
+    job_text = f'the {job.num_processes} processes at {job.coordinator}'
   # JAX would abort with a message that names neither the place nor the count.
   timer = threading.Timer(
     join_s,
     watch.end,
     (
-      who,
-      f'could not join the {job.num_processes} processes of this job at'
-      f' {job.coordinator} within {join_s} s: start all of them, each with an'
-      ' id of its own, and let them reach that host and port',
+      f'{who} ({socket.gethostname()})',
+      f'could not join {job_text} within {join_s} s: start all of them, each'
+      ' with an id of its own, where they reach that host and port',
       watch.LOST,
     ),
   )
@@ -113,6 +122,9 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
     )
   finally:
     timer.cancel()
+
+
+def _connect(timeout_s: float) -> watch.Member:
   state = jax_distributed.global_state
   process_id, count = state.process_id, state.num_processes
   name = f'process {process_id} ({socket.gethostname()})'
@@ -120,9 +132,8 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
   if process_id == 0:
     hub = watch.Hub(name, count, secrets.token_hex(16))
     _put('hub', {'port': hub.port, 'name': name, 'token': hub.token})
-  said = _get('hub', join_s)
+  said = _get('hub', timeout_s)
   host = state.coordinator_address.rpartition(':')[0].strip('[]')
-  left = max(join_s - (time.monotonic() - began), 1)
   try:
     connection = watch.Member(
       process_id,
@@ -130,7 +141,7 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
       said['name'],
       ('localhost' if hub else host, said['port']),
       said['token'],
-      left,
+      timeout_s,
     )
   except OSError as error:
     watch.end(
@@ -140,11 +151,11 @@ def _join(job: jobs.Job, heartbeat_s: int, join_s: int) -> watch.Member:
       1,
     )
   if hub:
-    if not hub.complete.wait(left):
+    if not hub.complete.wait(timeout_s):
       watch.end(
         name,
         f'processes {hub.missing()} joined, but did not connect to'
-        f' {host}:{hub.port} within {join_s} s: see what they wrote',
+        f' {host}:{hub.port} within {timeout_s:.0f} s: see what they wrote',
         1,
       )
     names = hub.names()

@@ -196,13 +196,16 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
 
 
 def has_host_memory(mesh: Mesh) -> bool:
-  """Whether every device of the mesh can keep arrays in pinned host memory.
+  """Whether the devices of a mesh can keep arrays in pinned host memory.
 
-  True on CPUs too, where it is the same memory and nothing is saved.
+  True on CPUs too, where it is the same memory and nothing is saved, and for
+  devices that one only compiles for: those list no memories.
   """
+  listed = [device.addressable_memories() for device in mesh.devices.flat]
   return all(
-    HOST in {memory.kind for memory in device.addressable_memories()}
-    for device in mesh.devices.flat
+    HOST in {memory.kind for memory in memories}
+    for memories in listed
+    if memories
   )
 
 
@@ -223,9 +226,11 @@ def in_host(tree: types.PyTree) -> types.PyTree:
 
 def on_device(tree: types.PyTree) -> types.PyTree:
   """The arrays in device memory; those that are there are not copied."""
-  return jax.tree.map(
-    lambda x: jax.device_put(x, x.sharding.with_memory_kind(DEVICE)), tree
-  )
+  shardings = jax.tree.map(lambda x: x.sharding, tree)
+  if {s.memory_kind for s in jax.tree.leaves(shardings)} <= {DEVICE}:
+    return tree
+  there = jax.tree.map(lambda s: s.with_memory_kind(DEVICE), shardings)
+  return jax.device_put(tree, there)
 
 
 def rows_sharding(

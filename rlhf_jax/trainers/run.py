@@ -80,10 +80,14 @@ class Run:
     known = workdir_lib.allowed_microbatch(self.workdir, host.stage)
     if known and known['tokens_per_microbatch'] < host.tokens_per_microbatch:
       host.tokens_per_microbatch = known['tokens_per_microbatch']
+      text = (
+        f'micro-batches of {host.tokens_per_microbatch} tokens per data group,'
+        f' as an earlier attempt found: {known["message"]}'
+      )
+      self.console.note(text)
       self.writer.event(
         'smaller_microbatch',
-        f'{host.tokens_per_microbatch} tokens per data group:'
-        f' {known["message"]}',
+        text,
         stage=host.stage,
         step=host.step,
         tokens_per_microbatch=host.tokens_per_microbatch,
@@ -92,7 +96,9 @@ class Run:
   def rewind(self) -> None:
     """Back to the last checkpoint, where a new process would begin."""
     lost = self.host.step
-    self.restored_step, self.host = _progress(self.checkpoints, self.config)
+    self.resources.close()
+    self.restored_step = self.checkpoints.latest_step()
+    self.host = _progress(self.checkpoints, self.restored_step, self.config)
     self.writer.event(
       'rollback',
       f'back from step {lost} to step {self.host.step}',
@@ -400,7 +406,9 @@ def open_run(
   again = (workdir / writers.CONFIG).exists()
   writer.config(config)
   checkpoints = checkpoint.manager(workdir, keep=keep)
-  step, host = _progress(checkpoints, config)
+  # Seen by process 0: a shared file system may show others an older state.
+  step = multihost.gather(setups[0].islands, checkpoints.latest_step())[0]
+  host = _progress(checkpoints, step, config)
   if step is not None:
     writer.event(
       'resume', f'goes on after step {step}', stage=host.stage, step=step
@@ -424,11 +432,10 @@ def open_run(
   return run
 
 
-def _progress(checkpoints, config) -> tuple[int | None, state_lib.HostState]:
-  """The newest checkpoint, if there is one, and the host state there."""
-  step = checkpoints.latest_step()
+def _progress(checkpoints, step, config) -> state_lib.HostState:
+  """The host state of a checkpoint; that of a run that begins if None."""
   if step is None:
-    return None, state_lib.HostState(seed=config['seed'])
-  return step, state_lib.HostState.from_json(
+    return state_lib.HostState(seed=config['seed'])
+  return state_lib.HostState.from_json(
     checkpoint.restore_host(checkpoints, step)
   )

@@ -307,8 +307,9 @@ def _apply(program, state, grads):
 
 def out_of_memory(error: Exception) -> bool:
   """Whether a program failed because something did not fit a device."""
-  return isinstance(error, jax.errors.JaxRuntimeError) and (
-    'RESOURCE_EXHAUSTED' in str(error)
+  marks = 'RESOURCE_EXHAUSTED', 'CUDA_ERROR_OUT_OF_MEMORY'
+  return isinstance(error, jax.errors.JaxRuntimeError) and any(
+    mark in str(error) for mark in marks
   )
 
 

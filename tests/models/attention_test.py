@@ -68,6 +68,16 @@ def test_a_count_is_the_mask_of_the_first_places():
     np.testing.assert_allclose(out, _plain(q, k, v, mask), atol=1e-12)
 
 
+@pytest.mark.parametrize('kind', ['mask', 'counts'])
+def test_keys_may_have_their_places_last(kind):
+  q, k, v, mask = map(jnp.asarray, _inputs())
+  if kind == 'counts':
+    mask = jnp.array([[0, 1, 5], [2, 3, 4]], jnp.int32)
+  expected = attention.attend(q, k, v, mask)
+  turned = attention.attend(q, jnp.swapaxes(k, 2, 3), v, mask, turned=True)
+  np.testing.assert_allclose(turned, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize('length', [2, 5, 150])
 def test_no_mask_is_the_causal_one(length):
   q, k, v, _ = _inputs(length=length, cache=max(length, 5))

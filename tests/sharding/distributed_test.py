@@ -143,9 +143,8 @@ def test_the_end_of_the_hub_is_named():
     'import sys, time\n'
     'from rlhf_jax.sharding import watch\n'
     'address = ("localhost", int(sys.argv[1]))\n'
-    'for index in range(2):\n'
-    '  connection = watch.Member(\n'
-    '    index, "process 1 (b)", "process 0 (a)", address, "t", 5)\n'
+    'both = [watch.Member(index, name, "process 0 (a)", address, "t", 5)\n'
+    '  for index, name in enumerate(["process 0 (a)", "process 1 (b)"])]\n'
     'time.sleep(20)'
   )
   with processes.started([sys.executable, '-c', hub], 1, 1) as job:

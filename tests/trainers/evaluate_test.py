@@ -8,6 +8,7 @@ import pytest
 from rlhf_jax.data import tokenizer as tokenizer_lib
 from rlhf_jax.rewards import base as rewards_lib
 from rlhf_jax.sampling import text as text_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import rollout as rollout_lib
 
@@ -89,7 +90,8 @@ def test_so_do_those_of_an_evaluation(tokenizer, rollout, monkeypatch):
   rollout.mask = np.ones_like(rollout.tokens, bool)
   _, rows, _ = evaluate.evaluate(
     None, [prompt], tokenizer, {'some': reward}, {'some': 1.0},
-    seed=0, stage='one', step=0, stop_strings=_STOP,
+    islands=multihost.alone(), seed=0, stage='one', step=0,
+    stop_strings=_STOP,
   )  # fmt: skip
   assert read == _TEXTS
   assert [row['response'] for row in rows] == _TEXTS

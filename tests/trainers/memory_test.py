@@ -16,6 +16,8 @@ from launch import train as launch
 from rlhf_jax import checkpoint
 from rlhf_jax import metrics
 from rlhf_jax import optim
+from rlhf_jax import testing
+from rlhf_jax.models import hf
 from rlhf_jax.models import spec
 from rlhf_jax.monitor import writers
 from rlhf_jax.sharding import mesh as mesh_lib
@@ -121,6 +123,8 @@ def test_offloading_changes_no_number(mesh, host):
         prefix='actor',
       )
       stage.put('actor', state)
+    # Moments also while the next mini-batch is computed.
+    assert _kinds(state.opt_state[1][0].mu) == {asked['opt_state']}
     kept = away.states['actor']
     assert _kinds(kept.params) == {asked['params']}
     adam = kept.opt_state[1][0]
@@ -147,6 +151,32 @@ def test_the_reference_comes_to_the_devices(mesh):
   _equal(stage.params('reference'), params)
 
 
+@pytest.mark.parametrize('from_folder', [False, True])
+def test_the_reference_lives_on_the_host(mesh, tmp_path, from_folder):
+  model = testing.tiny_config()
+  table = state_lib.specs_of(model, 'actor')
+  params = jax.device_put(
+    spec.init(table, jax.random.key(0)), rules.params(mesh, table)
+  )
+  path = ''
+  if from_folder:
+    path = str(tmp_path / 'model')
+    hf.export(path, params, model)
+  setup = types_lib.SimpleNamespace(
+    name='ppo', model=model, mesh=mesh, offloads=lambda name: True,
+    config=ConfigDict({'model': {'path': path}}),
+  )  # fmt: skip
+  begun, where = roles_lib.begin_reference(setup, tmp_path, params, True)
+  assert ('path' in where) == from_folder
+  again = roles_lib.restore_reference(setup, tmp_path, where)
+  for reference in (begun, again):
+    assert _kinds(reference) == {'pinned_host'}
+    _equal(reference, params)
+    assert _kinds(roles_lib.Roles({}, reference).params('reference')) == {
+      'device'
+    }
+
+
 def test_checkpoints_do_not_care_where_arrays_live(mesh, tmp_path):
   state = _state(mesh)
   abstract = lambda *host: state_lib.abstract(
@@ -162,6 +192,11 @@ def test_checkpoints_do_not_care_where_arrays_live(mesh, tmp_path):
           checkpoints, 1, {'actor': abstract(*wanted)}
         )['actor']
         _equal(restored, state)
+        for part in ('params', 'opt_state'):
+          kinds = _kinds(
+            [x for x in jax.tree.leaves(getattr(restored, part)) if x.ndim]
+          )
+          assert kinds == {'pinned_host' if part in wanted else 'device'}
         assert jax.tree.map(lambda x: x.sharding, restored) == (
           jax.tree.map(lambda x: x.sharding, abstract(*wanted))
         )
@@ -178,8 +213,9 @@ def test_notes_say_what_becomes_of_it(mesh):
     "offload.params, model.remat='offload': on CPUs host memory is the same"
     ' memory; saves nothing'
   )
+  own = types_lib.SimpleNamespace(kind='device')
   device = types_lib.SimpleNamespace(
-    platform='odd', addressable_memories=lambda: []
+    platform='odd', addressable_memories=lambda: [own]
   )
   other = types_lib.SimpleNamespace(devices=np.array([device]))
   (note,) = checks.memory_notes(config, other)

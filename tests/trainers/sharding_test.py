@@ -5,6 +5,8 @@ this has compiled, scores and updates on the batches that one device recorded.
 """
 
 import functools
+import math
+import re
 import types as python_types
 
 import jax
@@ -26,29 +28,29 @@ from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import rollout as rollout_lib
+from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import update
 
 _ROWS, _LENGTH, _STEPS = 8, 32, 3
-_EVEN = dict(num_heads=8, num_kv_heads=4)
-# Three key/value heads on tensor=2 become six.
-_ODD = dict(num_heads=6, num_kv_heads=3)
+# Three key/value heads: on 2 devices they become 6, on 4 devices 12.
+_HEADS = dict(num_heads=12, num_kv_heads=3, head_dim=8)
 _ONE = dict(devices=1)
+_COEFS = dict(entropy=np.float32(0.01), kl=np.float32(0.0))
 MESHES = [
-  (dict(fsdp=8), _EVEN),
-  (dict(data=2, fsdp=4), _EVEN),
-  (dict(fsdp=2, tensor=4), _EVEN),
-  (dict(fsdp=2, context=4), _EVEN),
-  (dict(data=2, fsdp=2, tensor=2), _ODD),
+  dict(fsdp=8),
+  dict(data=2, fsdp=4),
+  dict(fsdp=2, tensor=4),
+  dict(fsdp=2, context=4),
+  dict(data=2, fsdp=2, tensor=2),
 ]
 
 
-def _config(sizes, heads) -> ConfigDict:
+def _config(sizes) -> ConfigDict:
   config = quickstart.get_config('tiny')
   groups = sizes.get('data', 1) * sizes.get('fsdp', 1)
   values = {
     'model.architecture.vocab_size': 264,  # the 259 of the bytes do not divide
-    'model.architecture.head_dim': 8,
     'algorithm.advantages': 'grpo',
     'algorithm.entropy_coef': 0.01,
     'algorithm.kl_loss.coef': 0.0,
@@ -66,7 +68,9 @@ def _config(sizes, heads) -> ConfigDict:
     'steps': _STEPS,
     'export': False,
   }
-  values |= {f'model.architecture.{key}': value for key, value in heads.items()}
+  values |= {
+    f'model.architecture.{key}': value for key, value in _HEADS.items()
+  }
   values |= {f'mesh.{key}': value for key, value in sizes.items()}
   config.update_from_flattened_dict(values)
   with config.unlocked():
@@ -84,11 +88,13 @@ def _config(sizes, heads) -> ConfigDict:
 
 
 @functools.cache
-def _live(sizes, heads, folder):
-  """A run of three steps, with what it computed and its programs."""
+def _live(sizes, folder):
+  """A run of three steps: what it computed, and its programs."""
   seen = python_types.SimpleNamespace(
-    policies=[], rollouts=[], batches=[], setup=None
+    policies=[], rollouts=[], batches=[], start=None
   )
+  if dict(sizes) != _ONE:
+    seen.start = _live(_key(_ONE), folder).start
 
   def record(module, name, keep):
     run = getattr(module, name)
@@ -100,6 +106,13 @@ def _live(sizes, heads, folder):
 
     patch.setattr(module, name, recorded)
 
+  def began(setup, params):
+    """From the very weights of one device, which made them."""
+    if seen.start is None:
+      seen.start = jax.device_get(initial(setup, params))
+    table = rules.params(setup.mesh, state_lib.specs_of(setup.model, 'actor'))
+    return jax.device_put(seen.start, table)
+
   def sampled(result, setup, policy):
     seen.setup = setup
     seen.policies.append(jax.device_get(policy))
@@ -109,14 +122,17 @@ def _live(sizes, heads, folder):
     seen.learner, seen.programs = learner, result
 
   with pytest.MonkeyPatch.context() as patch:
+    initial = roles.actor_params
+    patch.setattr(roles, 'actor_params', began)
+    patch.setattr(run_lib.Run, 'save', lambda *_: None)
     record(rollout_lib, 'sample', sampled)
     record(roles, 'programs', made)
     record(measure, 'programs', lambda made, *_: vars(seen).update(passes=made))
     record(
       experience_lib, 'token_batch', lambda made, *_: seen.batches.append(made)
     )
-    config = _config(dict(sizes), dict(heads))
-    workdir = folder / '-'.join(f'{k}{v}' for k, v in (*sizes, *heads))
+    config = _config(dict(sizes))
+    workdir = folder / '-'.join(f'{k}{v}' for k, v in sizes)
     assert launch.train(config, str(workdir)) == 0
   seen.metrics = writers.last_of_each_step(
     writers.read(workdir / writers.METRICS)
@@ -125,30 +141,30 @@ def _live(sizes, heads, folder):
 
 
 @functools.cache
-def _recorded(sizes, heads, folder):
+def _recorded(sizes, folder):
   """Scores, gradient and three updates on the batches of one device."""
-  live = _live(sizes, heads, folder)
-  batches = _live(_key(_ONE), heads, folder).batches[:2]
-  learner, programs = live.learner, live.programs
-  make = lambda: roles.create(
-    live.setup, learner, roles.actor_params(live.setup, None)
+  live = _live(sizes, folder)
+  one = _live(_key(_ONE), folder)
+  batches = jax.device_get(one.batches[:2])
+  mesh, programs = live.setup.mesh, live.programs
+  state = roles.create(
+    live.setup,
+    live.learner,
+    jax.device_put(one.start, rules.params(mesh, live.learner.specs)),
   )
-  state = make()
-  start = jax.device_get(state.params)
-  coefs = dict(entropy=np.float32(0.01), kl=np.float32(0.0))
   scores, grads = [], programs['zeros'](state.params)
   statistics = {}
   for batch in batches:
     (part,) = experience_lib.slices(batch, _ROWS, live.setup.islands)
     scores.append(live.passes['actor'](state.params, rows=part.rows).logprobs)
-    grads, new = programs['accumulate'](state.params, grads, part, coefs)
+    grads, new = programs['accumulate'](state.params, grads, part, _COEFS)
     statistics = metrics.merge(statistics, new)
   before = {name: program._cache_size() for name, program in programs.items()}
   for batch in (*batches, batches[0]):
     state, _ = update.update(
       state,
       experience_lib.slices(batch, _ROWS, live.setup.islands),
-      coefs,
+      _COEFS,
       programs=programs,
       prefix='actor',
     )
@@ -159,7 +175,7 @@ def _recorded(sizes, heads, folder):
     logprobs=np.stack(jax.device_get(scores)),
     statistics=metrics.compute(statistics),
     gradient=jax.device_get(grads),
-    way=jax.tree.map(lambda a, b: a - b, end, start),
+    way=jax.tree.map(lambda a, b: a - b, end, one.start),
     state=state,
   )
 
@@ -174,14 +190,17 @@ def folder(tmp_path_factory):
   return tmp_path_factory.mktemp('runs')
 
 
-_NAMES = ['-'.join(f'{k}={v}' for k, v in sizes.items()) for sizes, _ in MESHES]
-every_mesh = pytest.mark.parametrize('sizes, heads', MESHES, ids=_NAMES)
+every_mesh = pytest.mark.parametrize(
+  'sizes',
+  MESHES,
+  ids=lambda sizes: ','.join(f'{k}={v}' for k, v in sizes.items()),
+)
 
 
 @every_mesh
-def test_recorded_rollout(sizes, heads, folder):
-  one = _recorded(_key(_ONE), _key(heads), folder)
-  many = _recorded(_key(sizes), _key(heads), folder)
+def test_recorded_rollout(sizes, folder):
+  one = _recorded(_key(_ONE), folder)
+  many = _recorded(_key(sizes), folder)
   assert np.abs(one.logprobs).max() > 1 and one.logprobs.shape[0] == 2
   testing.assert_close(many.logprobs, one.logprobs, 'layout_float32')
   assert many.statistics.keys() == one.statistics.keys()
@@ -195,9 +214,10 @@ def test_recorded_rollout(sizes, heads, folder):
   testing.assert_norm_close(many.way, one.way, 'three_updates')
   # There was something to do, and the parameters are where the table says.
   assert int(many.state.updates) == 3 and int(many.state.skipped) == 0
-  mesh = _live(_key(sizes), _key(heads), folder).setup.mesh
+  live = _live(_key(sizes), folder)
+  mesh = live.setup.mesh
   assert mesh.size == 8 and all(mesh.shape[k] == v for k, v in sizes.items())
-  table = rules.params(mesh, state_lib.specs_of(_model(heads), 'actor'))
+  table = rules.params(mesh, state_lib.specs_of(live.setup.model, 'actor'))
   jax.tree.map(
     lambda leaf, sharding: np.testing.assert_(
       leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
@@ -207,16 +227,47 @@ def test_recorded_rollout(sizes, heads, folder):
   )
 
 
-def _model(heads):
-  config = _config({}, heads)
-  return launch.setup_lib._model(config)
+@every_mesh
+def test_what_crosses_devices(sizes, folder):
+  """Weights are gathered, activations and logits are not."""
+  live = _live(_key(sizes), folder)
+  mesh, programs = live.setup.mesh, live.programs
+  one = _live(_key(_ONE), folder)
+  (part,) = experience_lib.slices(jax.device_get(one.batches[0]), _ROWS, mesh)
+  params = jax.device_put(one.start, rules.params(mesh, live.learner.specs))
+  args = params, programs['zeros'](params), part, _COEFS
+  text = programs['accumulate'].lower(*args).compile().as_text()
+  found = [
+    (kind, tuple(int(n) for n in shape.split(',') if int(n) > 1))
+    for shapes, kind in re.findall(
+      r'= (\S+|\(.*?\)) (all-to-all|all-gather|all-reduce)\(', text
+    )
+    for shape in re.findall(r'f32\[([\d,]+)\]', shapes)
+  ]
+  weights = {
+    math.prod(
+      rules.sharding(mesh, x.axes, x.shape, rules.ROLLOUT).shard_shape(x.shape)
+    )
+    // (x.shape[0] if x.stacked else 1)
+    for x in jax.tree.leaves(live.learner.specs)
+  }
+  gathered = [shape for kind, shape in found if kind == 'all-gather']
+  assert gathered and all(math.prod(x) in weights for x in gathered), gathered
+  turned = [shape for kind, shape in found if kind == 'all-to-all']
+  assert bool(turned) == (mesh.shape['context'] > 1)
+  # Of the vocabulary only gradients of weights are summed.
+  vocab = live.setup.model.vocab_size // mesh.shape['tensor']
+  width = {live.setup.model.d_model}
+  summed = [shape for kind, shape in found if kind == 'all-reduce']
+  for shape in summed:
+    assert vocab not in shape or width & set(shape), shape
 
 
 @every_mesh
-def test_live_run(sizes, heads, folder, record_property):
+def test_live_run(sizes, folder, record_property):
   """Token for token the run of one device, up to the first near-tie."""
-  one = _live(_key(_ONE), _key(heads), folder)
-  many = _live(_key(sizes), _key(heads), folder)
+  one = _live(_key(_ONE), folder)
+  many = _live(_key(sizes), folder)
   assert len(one.rollouts) == len(many.rollouts) == _STEPS
   agreed = 0
   for step, (a, b) in enumerate(zip(one.rollouts, many.rollouts)):
@@ -266,7 +317,7 @@ def _draw(live, step, row, at):
 
 def test_draw_is_what_the_sampler_does(folder):
   """Or a near-tie would not be known for one."""
-  one = _live(_key(_ONE), _key(_EVEN), folder)
+  one = _live(_key(_ONE), folder)
   for step, row in ((0, 3), (2, 17)):
     rollout = one.rollouts[step]
     at = int(rollout.prompt_lengths[row]) + 1

@@ -643,8 +643,12 @@ def _three_updates(role, mesh, experience, score):
   return scores, grads, values, way, state
 
 
-@pytest.mark.parametrize('role', ['actor', 'critic'])
-def test_eight_devices_are_one(single, one_device, role):
+def test_eight_devices_are_one(single, one_device):
+  """Of the critic; for the actor see `sharding_test`.
+
+  Two key/value heads on tensor x context = 4 devices become four.
+  """
+  role = 'critic'
   params, _, score = single
   logprobs = _scored(score, params, _rollout(), one_device)
   # The same recorded rollout for all.
@@ -652,29 +656,25 @@ def test_eight_devices_are_one(single, one_device, role):
     _rollout(), logprobs, np.zeros_like(logprobs), np.float32
   )
   one = _three_updates(role, one_device, experience, score)
-  sizes = [dict(data=2, fsdp=2, tensor=2)]
-  if role == 'actor':
-    sizes.append(dict(fsdp=8))
-  for axes in sizes:
-    mesh = mesh_lib.make(**axes)
-    many = _three_updates(role, mesh, experience, score)
-    testing.assert_close(many[0], one[0], 'layout_float32')
-    testing.assert_norm_close(many[1], one[1], 'gradient_layout_float32')
-    assert many[2].keys() == one[2].keys()
-    for name in (f'{role}/loss', 'critic/vf_loss', 'kl/reference'):
-      if name in one[2]:
-        testing.assert_close(many[2][name], one[2][name], 'layout_float32')
-    testing.assert_norm_close(many[3], one[3], 'three_updates')
-    # They are split, and stay split after an update, moments too.
-    expected = rules.params(mesh, state_lib.specs_of(_CONFIG, role))
-    moments = [
-      leaf for leaf in jax.tree.leaves(many[4].opt_state) if leaf.ndim == 2
-    ]
-    assert not any(leaf.sharding.is_fully_replicated for leaf in moments[:1])
-    jax.tree.map(
-      lambda leaf, sharding: np.testing.assert_(
-        leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-      ),
-      many[4].params,
-      expected,
-    )
+  mesh = mesh_lib.make(fsdp=2, tensor=2, context=2)
+  many = _three_updates(role, mesh, experience, score)
+  testing.assert_close(many[0], one[0], 'layout_float32')
+  testing.assert_norm_close(many[1], one[1], 'gradient_layout_float32')
+  assert many[2].keys() == one[2].keys()
+  testing.assert_close(
+    many[2]['critic/vf_loss'], one[2]['critic/vf_loss'], 'layout_float32'
+  )
+  testing.assert_norm_close(many[3], one[3], 'three_updates')
+  # They are split, and stay split after an update, moments too.
+  expected = rules.params(mesh, state_lib.specs_of(_CONFIG, role))
+  moments = [
+    leaf for leaf in jax.tree.leaves(many[4].opt_state) if leaf.ndim == 2
+  ]
+  assert not any(leaf.sharding.is_fully_replicated for leaf in moments[:1])
+  jax.tree.map(
+    lambda leaf, sharding: np.testing.assert_(
+      leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    ),
+    many[4].params,
+    expected,
+  )
