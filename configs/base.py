@@ -72,6 +72,9 @@ def get_config() -> ConfigDict:
       # Modules: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
       # or all-linear, which is all of them.
       targets=('all-linear',),
+      # Folder of an adapter (PEFT) to start from, of this rank, alpha and
+      # targets; '' = new ones, which change nothing at first.
+      path='',
       base_dtype='auto',  # float32 | bfloat16 | auto: of the model under them
     )
   )

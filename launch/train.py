@@ -37,14 +37,13 @@ from ml_collections import ConfigDict  # noqa: E402
 
 import rlhf_jax  # noqa: E402
 from rlhf_jax.data import pipeline  # noqa: E402
-from rlhf_jax.models import hf  # noqa: E402
 from rlhf_jax.monitor import writers  # noqa: E402
 from rlhf_jax.sharding import distributed  # noqa: E402
 from rlhf_jax.sharding import jobs  # noqa: E402
+from rlhf_jax.trainers import adapters  # noqa: E402
 from rlhf_jax.trainers import checks  # noqa: E402
 from rlhf_jax.trainers import memory  # noqa: E402
 from rlhf_jax.trainers import ppo  # noqa: E402
-from rlhf_jax.trainers import roles  # noqa: E402
 from rlhf_jax.trainers import run as run_lib  # noqa: E402
 from rlhf_jax.trainers import setup as setup_lib  # noqa: E402
 from rlhf_jax.trainers import sft  # noqa: E402
@@ -132,10 +131,7 @@ def train(
       reason = 'evaluated'
       return 0
     if config.export:
-      policy = roles.merged(setups[-1], params)
-      hf.export(
-        workdir / 'export', policy, setups[-1].model, setups[-1].tokenizer
-      )
+      adapters.export(setups[-1], workdir, params)
     reason = 'finished'
   except KeyboardInterrupt:
     reason = 'interrupted'

@@ -11,6 +11,7 @@ from rlhf_jax.algorithms import aggregation
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
 from rlhf_jax.models import lora as lora_lib
+from rlhf_jax.models import peft
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import arithmetic
@@ -274,9 +275,14 @@ def lora(config: ConfigDict, model: model_config.ModelConfig) -> None:
     if wrong:
       raise ValueError(message)
   try:
-    lora_lib.modules(decoder.specs(model), section.targets)
+    table = lora_lib.specs(decoder.specs(model), section.rank, section.targets)
   except ValueError as error:
     raise ValueError(f'model.lora.targets: {error}') from error
+  if section.path:
+    try:
+      peft.check(section.path, table, rank=section.rank, alpha=section.alpha)
+    except ValueError as error:
+      raise ValueError(f'model.lora: {error}') from error
 
 
 def optimizers(
@@ -385,7 +391,7 @@ OF_RUN = (
 
 # Of `config.model.lora`, with rank 0.
 LORA_DEFAULTS = dict(
-  alpha=None, targets=(lora_lib.ALL_LINEAR,), base_dtype='auto'
+  path='', alpha=None, targets=(lora_lib.ALL_LINEAR,), base_dtype='auto'
 )
 
 # Names that an evaluation reports beside the rewards.

@@ -12,7 +12,6 @@ import orbax.checkpoint as ocp
 from rlhf_jax import checkpoint
 from rlhf_jax import keys
 from rlhf_jax import optim
-from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.models import heads
 from rlhf_jax.models import hf
@@ -22,6 +21,7 @@ from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import adapters
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -161,7 +161,7 @@ def begin_or_restore(
     roles = Roles(states, restored=True, host=_host_fields(setup))
     if setup.adapts:
       checkpoint.verify(run.host.base, 'the model under the adapters')
-      roles.frozen = frozen_params(setup)
+      roles.frozen = adapters.frozen(setup)
     if with_reference:
       roles.reference = restore_reference(
         setup, run.workdir, run.host.reference, roles.frozen
@@ -193,7 +193,7 @@ def programs(
 ) -> dict[str, Callable]:
   """The jitted programs that update a role, see `update.programs`."""
   return update.programs(
-    _of_adapters(loss) if learner_.adapts else loss,
+    adapters.of_adapters(loss) if learner_.adapts else loss,
     learner_.optimizer,
     learner_.learning_rate,
     params=state.params,
@@ -228,9 +228,7 @@ def actor_params(
   table = state_lib.specs_of(setup.model, 'actor')
   key = keys.key(setup.config.seed, 'init')
   if setup.adapts:
-    adapters = setup.adapters(table)
-    trained = state_lib.init_specs(adapters, key, setup.mesh)
-    return lora.combine(frozen_params(setup), trained)
+    return lora.combine(adapters.frozen(setup), adapters.initial(setup, key))
   if setup.config.model.path:
     return hf.load(
       setup.config.model.path,
@@ -240,31 +238,10 @@ def actor_params(
   return state_lib.init_params(setup.model, 'actor', key, setup.mesh)
 
 
-def frozen_params(setup: setup_lib.Setup) -> types.PyTree:
-  """The model under the adapters, in `model.lora.base_dtype`; and the scale."""
-  section = setup.config.model.lora
-  return state_lib.frozen_params(
-    setup.config.model.path,
-    setup.model,
-    setup.mesh,
-    dtype=setup_lib.dtype(section.base_dtype),
-    scale=lora.scale(section.alpha, section.rank),
-  )
-
-
-def merged(setup: setup_lib.Setup, params: types.PyTree) -> types.PyTree:
-  """A policy as a model without adapters, float32, see `lora.merge`."""
-  if not lora.present(params):
-    return params
-  shardings = rules.params(setup.mesh, state_lib.specs_of(setup.model, 'actor'))
-  merge = lambda params: tree.cast(lora.merge(params), jnp.float32)
-  return jax.jit(merge, out_shardings=shardings)(params)
-
-
 def critic_params(setup: setup_lib.Setup, actor: types.PyTree) -> types.PyTree:
   """From `critic.path`, else a copy of the actor; the value head is zero."""
   if not setup.config.critic.path:
-    actor = merged(setup, actor)
+    actor = adapters.merged(setup, actor)
     return state_lib.critic_from_actor(setup.model, actor, setup.mesh)
   model = _model_of(setup, 'critic')
   table = state_lib.specs_of(model, 'critic')
@@ -319,7 +296,7 @@ def begin_reference(
     The reference, and {'path', 'sha256'} or {'saved': True}.
   """
   frozen, trained = lora.split(params)
-  if untouched and setup.config.model.path:
+  if untouched and setup.config.model.path and not setup.config.model.lora.path:
     where = _folder(setup)
     if frozen:
       return frozen, where
@@ -368,21 +345,6 @@ def _folder(setup: setup_lib.Setup) -> dict[str, str]:
   """Where the model lies, and how to know that it is still the same."""
   folder = hf.folder(setup.config.model.path)
   return dict(path=str(folder), sha256=checkpoint.fingerprint(folder))
-
-
-def _of_adapters(loss: Callable[..., tuple]) -> Callable[..., tuple]:
-  """The loss as a function of the adapters; `coefs` has the model under them.
-
-  There it is an argument that nothing differentiates: no gradient of its
-  weights is computed.
-  """
-
-  def of_adapters(trained, batch, coefs):
-    coefs = dict(coefs)
-    frozen = coefs.pop('frozen')
-    return loss(lora.combine(frozen, trained), batch, coefs)
-
-  return of_adapters
 
 
 def _host_fields(setup: setup_lib.Setup) -> tuple[str, ...]:

@@ -259,6 +259,25 @@ def test_the_untouched_model_is_its_own_reference(model, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+def test_an_adapter_goes_on(run, model, tmp_path):
+  """The reference is the model with that adapter, not the bare model."""
+  workdir, (_, ppo) = run
+  changes = {'model.lora.path': str(workdir / 'adapter')}
+  _, setup = setup_lib.stages(_config(model[0], **changes), ('ppo', 'sft'))
+  params = roles_lib.actor_params(setup, None)
+  frozen, trained = lora.split(params)
+  _equal(trained, ppo.states['actor'].params)
+  reference, where = roles_lib.begin_reference(setup, tmp_path, params, True)
+  assert where == dict(saved=True)
+  again = roles_lib.restore_reference(setup, tmp_path, where, frozen)
+  for one in (reference, again):
+    _equal(one, params)
+    assert one['embed'] is frozen['embed']
+    # A copy: the update takes the actor's for itself.
+    leaves = zip(jax.tree.leaves(lora.split(one)[1]), jax.tree.leaves(trained))
+    assert not any(a is b for a, b in leaves)
+
+
 def test_a_mesh_trains_the_same(model, tmp_path):
   stages = {}
   for name, sizes in (('one', {}), ('many', {'fsdp': 2, 'tensor': 2})):
@@ -312,6 +331,10 @@ def test_a_mesh_trains_the_same(model, tmp_path):
       " among .*'q_proj'",
     ),
     ({'model.lora.base_dtype': 'int8'}, "dtype 'int8' is not 'float32', 'bf"),
+    (
+      {'model.lora.rank': 0, 'model.lora.alpha': None, 'model.lora.path': 'x'},
+      "model.lora.path='x' would change nothing with model.lora.rank=0",
+    ),
     ({'offload.reference': True}, 'the reference is the model under the adap'),
   ],
 )
