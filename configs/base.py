@@ -63,6 +63,21 @@ def get_config() -> ConfigDict:
   # For the backward pass: none (keep what the matrix products read) | block
   # (recompute each block) | offload (as none, but in the host's memory).
   config.model.remat = 'none'
+  # Low-rank adapters: only they train, and the model stays as it is.
+  config.model.lora = ConfigDict(
+    dict(
+      rank=0,  # 0 = off: all parameters of the actor train
+      # The adapters' product counts alpha / rank times; unset: once.
+      alpha=config_dict.placeholder(float),
+      # Modules: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
+      # or all-linear, which is all of them.
+      targets=('all-linear',),
+      # Folder of an adapter (PEFT) to start from, of this rank, alpha and
+      # targets; '' = new ones, which change nothing at first.
+      path='',
+      base_dtype='auto',  # float32 | bfloat16 | auto: of the model under them
+    )
+  )
   config.model.head_chunk = 2048  # tokens per data group with logits at a time
   config.tokenizer = ''  # 'bytes', a folder or hub id; '' = model.path
 
@@ -79,7 +94,8 @@ def get_config() -> ConfigDict:
   config.offload = ConfigDict()
   config.offload.optimizer = False  # moments, outside of the optimiser step
   config.offload.reference = False  # outside of its forward pass
-  # Float32 parameters of actor and critic, while another role works.
+  # Float32 parameters of actor and critic, while another role works (of LoRA
+  # the adapters, not the model under them).
   config.offload.params = False
 
   config.data = ConfigDict()

@@ -37,10 +37,10 @@ from ml_collections import ConfigDict  # noqa: E402
 
 import rlhf_jax  # noqa: E402
 from rlhf_jax.data import pipeline  # noqa: E402
-from rlhf_jax.models import hf  # noqa: E402
 from rlhf_jax.monitor import writers  # noqa: E402
 from rlhf_jax.sharding import distributed  # noqa: E402
 from rlhf_jax.sharding import jobs  # noqa: E402
+from rlhf_jax.trainers import adapters  # noqa: E402
 from rlhf_jax.trainers import checks  # noqa: E402
 from rlhf_jax.trainers import memory  # noqa: E402
 from rlhf_jax.trainers import ppo  # noqa: E402
@@ -131,9 +131,7 @@ def train(
       reason = 'evaluated'
       return 0
     if config.export:
-      hf.export(
-        workdir / 'export', params, setups[-1].model, setups[-1].tokenizer
-      )
+      adapters.export(setups[-1], workdir, params)
     reason = 'finished'
   except KeyboardInterrupt:
     reason = 'interrupted'

@@ -20,10 +20,10 @@ FLOORS = {
   1: 'algorithms.* sharding.* models.spec models.config sampling.pick',
   # One decoder; prompts and packing; rule rewards; the optimiser.
   2: """models.layers models.attention models.attention_xla models.kernels
-      models.moe models.context models.decoder data.*
+      models.moe models.context models.decoder models.lora data.*
       rewards.base rewards.rules rewards.combine optim""",
   # What wraps a decoder; caches; files of a run's state; fakes.
-  3: """models.heads models.lora models.hf models.flax_module sampling.cache
+  3: """models.heads models.hf models.peft models.flax_module sampling.cache
       sampling.decode sampling.schedule checkpoint buffer testing
       models.flops""",
   # What a trainer is made of.
@@ -34,7 +34,7 @@ FLOORS = {
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
       trainers.run trainers.workdir trainers.algorithm trainers.measure
       trainers.memory
-      trainers.rollout       trainers.policy sampling.text
+      trainers.rollout trainers.adapters trainers.policy sampling.text
       sampling.conversation
       planner monitor.*""",
 }

@@ -19,6 +19,7 @@ from rlhf_jax.models import attention
 from rlhf_jax.models import config as config_lib
 from rlhf_jax.models import context
 from rlhf_jax.models import layers
+from rlhf_jax.models import lora
 from rlhf_jax.models import spec as spec_lib
 from rlhf_jax.sharding import rules
 
@@ -71,7 +72,8 @@ def hidden(
   """Final-normed hidden states of packed rows.
 
   Args:
-    params: of `specs(config, head)` with any head.
+    params: of `specs(config, head)` with any head; perhaps with adapters, see
+      `lora`.
     config: static.
     tokens: [R, L] int32.
     positions: [R, L] int32, in the sequence.
@@ -95,7 +97,9 @@ def hidden(
   mesh = rules.mesh_of(tokens, params['embed'])
   segment_ids = rules.constrain(segment_ids, ('rows', None), mesh)
   table = _rope_table(config, context.fold(positions, mesh), dtype)
-  axes = jax.tree.map(lambda spec: spec.axes, specs(config))
+  params = lora.scaled(params)
+  whole_table = lora.extend(specs(config), params)
+  axes = jax.tree.map(lambda spec: spec.axes, whole_table)
   gather = lambda w, axes: rules.gather(w.astype(dtype), axes, mesh)
 
   def block(x, layer):
@@ -232,10 +236,14 @@ def _write(cache_keys, cache_values, k, v, places, sliding, turned):
 
 
 def unstack(params: PyTree) -> PyTree:
-  """The same parameters with a tuple of G layers in place of stacked ones."""
-  stacked = params['layers']
-  if isinstance(stacked, tuple):
+  """The same parameters with a tuple of G layers in place of stacked ones.
+
+  Adapters are merged.
+  """
+  if isinstance(params['layers'], tuple):
     return params
+  params = lora.merge(params)
+  stacked = params['layers']
   of = lambda layer: jax.tree.map(lambda w: w[layer], stacked)
   count = len(stacked['attention_norm'])
   return params | {'layers': tuple(of(i) for i in range(count))}
@@ -285,9 +293,11 @@ def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
   """The same model for decoding: fewer, larger products per token.
 
   q, k and v become one matrix, gate and up another, a tied embedding gets a
-  copy [D, V] as the head, and layers are unstacked.  Computed once per weight
-  update, outside the decode loop.  Only `hidden_cached` and `logits` read it.
+  copy [D, V] as the head, adapters are merged, and layers are unstacked.
+  Computed once per weight update, outside the decode loop.  Only
+  `hidden_cached` and `logits` read it.
   """
+  params = lora.merge(params)
   block, heads = params['layers'], params['layers']['attention']
   mlp = block['mlp']
   flat = lambda *ws: jnp.concatenate(

@@ -68,11 +68,11 @@ def relayout_program(
 
   Layers are unstacked.  Where heads are not split over devices, the products
   of a layer that read the same input are fused into one (`decoder.fuse`), which
-  small batches need.
+  small batches need.  Adapters are merged, see `lora.merge`.
 
   Args:
     mesh: of the rollout.
-    specs: of the parameters.
+    specs: of the model, without adapters.
     dtype: of the rollout.
   """
   if mesh.shape['tensor'] == 1:
@@ -91,7 +91,7 @@ def relayout_program(
   )
   shardings = shardings | {'layers': (of_layer,) * count}
   return jax.jit(
-    lambda params: decoder.unstack(tree.cast(params, dtype)),
+    lambda params: tree.cast(decoder.unstack(params), dtype),
     out_shardings=shardings,
   )
 

@@ -8,7 +8,10 @@ from ml_collections import ConfigDict
 
 from rlhf_jax import optim
 from rlhf_jax.algorithms import aggregation
+from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
+from rlhf_jax.models import lora as lora_lib
+from rlhf_jax.models import peft
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import arithmetic
@@ -226,6 +229,62 @@ def common(
     )
 
 
+def lora(config: ConfigDict, model: model_config.ModelConfig) -> None:
+  """Refuses adapters that could not train, or settings that nothing reads.
+
+  Args:
+    config: of the stage.
+    model: its architecture.
+
+  Raises:
+    ValueError: says which key, and what it may be.
+  """
+  section = config.model.lora
+  if section.rank == 0:
+    for key, default in LORA_DEFAULTS.items():
+      if section[key] != default:
+        raise ValueError(
+          f'model.lora.{key}={section[key]!r} would change nothing with'
+          ' model.lora.rank=0: set a rank, or leave it at its default'
+          f' {default!r}'
+        )
+    return
+  for wrong, message in (
+    (
+      section.rank < 0,
+      f'model.lora.rank={section.rank} must be 0 (off: all parameters'
+      ' train) or more',
+    ),
+    (
+      section.alpha is not None
+      and not (section.alpha > 0 and math.isfinite(section.alpha)),
+      f'model.lora.alpha={section.alpha} must be more than 0, or unset for the'
+      ' rank',
+    ),
+    (
+      not config.model.path,
+      f'model.lora.rank={section.rank} without model.path: adapters change a'
+      ' trained model, and here is none; set model.path, or rank to 0',
+    ),
+    (
+      config.offload.reference,
+      'offload.reference with model.lora.rank: the reference is the model under'
+      ' the adapters, which the actor needs on the devices; set it to False',
+    ),
+  ):
+    if wrong:
+      raise ValueError(message)
+  try:
+    table = lora_lib.specs(decoder.specs(model), section.rank, section.targets)
+  except ValueError as error:
+    raise ValueError(f'model.lora.targets: {error}') from error
+  if section.path:
+    try:
+      peft.check(section.path, table, rank=section.rank, alpha=section.alpha)
+    except ValueError as error:
+      raise ValueError(f'model.lora: {error}') from error
+
+
 def optimizers(
   config: ConfigDict, trainer: str, numbers: arithmetic.Numbers
 ) -> None:
@@ -318,6 +377,7 @@ OF_RUN = (
   'export',
   'mesh.',
   'model.architecture',
+  'model.lora.',
   'model.path',
   'name',
   'rollout.devices',
@@ -327,6 +387,11 @@ OF_RUN = (
   'tensorboard',
   'tokenizer',
   'wandb',
+)
+
+# Of `config.model.lora`, with rank 0.
+LORA_DEFAULTS = dict(
+  path='', alpha=None, targets=(lora_lib.ALL_LINEAR,), base_dtype='auto'
 )
 
 # Names that an evaluation reports beside the rewards.

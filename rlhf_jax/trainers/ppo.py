@@ -48,7 +48,7 @@ def train(
     params: of the actor from the stage before, None in the first.
 
   Returns:
-    The actor's parameters after the last step.
+    The actor's parameters after the last step; with adapters, see `lora`.
   """
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
@@ -246,7 +246,9 @@ def train(
               _selected,
               algorithm_lib.selection(algorithm),
               keys.key(seed, 'select', step, number),
-              functools.partial(passes['actor'], state.params),
+              functools.partial(
+                passes['actor'], stage.whole('actor', state.params)
+              ),
               batch,
               minibatches[index],
               trained,
@@ -257,7 +259,7 @@ def train(
             setup,
             state,
             batch,
-            coefs,
+            coefs | stage.untrained(role),
             programs=programs[role],
             prefix=role,
           )
@@ -379,10 +381,14 @@ def _selected(
 
 
 def _passes(config, plan: algorithm_lib.Plan, train_actor: bool) -> int:
-  """Forward passes of a step; a backward pass counts as two."""
-  update_passes = 3 * config.training.epochs_per_step
-  actor = plan.old_pass + plan.reference + update_passes * train_actor
-  return actor + plan.critic * (1 + update_passes)
+  """Forward passes of a step; a backward pass counts as two.
+
+  As one where adapters train: there are no gradients of the large weights.
+  """
+  epochs = config.training.epochs_per_step
+  actor_updates = (2 if config.model.lora.rank else 3) * epochs * train_actor
+  actor = plan.old_pass + plan.reference + actor_updates
+  return actor + plan.critic * (1 + 3 * epochs)
 
 
 def _losses(config, learners, plan: algorithm_lib.Plan) -> dict:

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
+from rlhf_jax import types
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.data import sources
 from rlhf_jax.data import tokenizer as tokenizer_lib
 from rlhf_jax.models import config as model_config
+from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
+from rlhf_jax.models import lora
+from rlhf_jax.models import spec
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
@@ -51,6 +55,16 @@ class Setup:
   def offloads(self, name: str) -> bool:
     """Whether what `config.offload` names lives in host memory here."""
     return self.config.offload[name] and rules.has_host_memory(self.mesh)
+
+  @property
+  def adapts(self) -> bool:
+    """Whether adapters of the actor train, and not its own weights."""
+    return self.config.model.lora.rank > 0
+
+  def adapters(self, table: types.PyTree) -> types.PyTree:
+    """The weight table of the adapters of a model with this table."""
+    section = self.config.model.lora
+    return lora.specs(table, section.rank, section.targets)
 
   @property
   def remat(self) -> str:
@@ -236,6 +250,7 @@ def _stage(
     for key, value in checks.rewards(config).items()
   }
   checks.common(config, trainer, rewards, {x.source for x in held_out})
+  checks.lora(config, model)
   if trainer == 'ppo':
     algorithm.check(config, model, rewards)
   islands = multihost.islands(
@@ -252,8 +267,12 @@ def _stage(
     prompts_in_data=len(stream),
   )
   _check_mesh(config, mesh, model)
-  for key in ('model', 'rollout'):
-    dtype(config[key].dtype)
+  for section, key in (
+    (config.model, 'dtype'),
+    (config.rollout, 'dtype'),
+    (config.model.lora, 'base_dtype'),
+  ):
+    dtype(section[key])
   checks.optimizers(config, trainer, numbers)
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(
@@ -330,6 +349,7 @@ def describe(setup: Setup) -> list[str]:
     f'  updates per step       {numbers.updates_per_step}'
     f' ({numbers.minibatches_per_step} mini-batches x'
     f' {numbers.updates_per_step // numbers.minibatches_per_step} epochs)',
+    _trained(setup),
     f'  longest sequence       {numbers.longest_sequence} tokens',
     f'  micro-batch            {numbers.tokens_per_microbatch} tokens ='
     f' {numbers.rows_per_microbatch} rows x'
@@ -355,6 +375,23 @@ def describe(setup: Setup) -> list[str]:
     )
     lines += [f'  note: {note}' for note in algorithm.notes(setup.config)]
   return lines
+
+
+def _trained(setup: Setup) -> str:
+  """How much of the actor trains, and what its optimiser needs for it."""
+  table = decoder.specs(setup.model)
+  total = trained = spec.count(table)
+  how = ''
+  if setup.adapts:
+    trained = spec.count(setup.adapters(table))
+    section = setup.config.model.lora
+    scale = lora.scale(section.alpha, section.rank)
+    names = ', '.join(lora.modules(table, section.targets))
+    how = (
+      f' (LoRA of rank {section.rank}, scale {scale:g}, on {names};'
+      f' the model is {dtype(section.base_dtype).name} and frozen)'
+    )
+  return f'  actor trains           {trained:,} of {total:,} parameters{how}'
 
 
 def _prompts(setup: Setup) -> int:

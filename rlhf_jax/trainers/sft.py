@@ -31,7 +31,7 @@ def train(
     params: of the policy from the stage before, None in the first.
 
   Returns:
-    The parameters after the last step.
+    The parameters after the last step; with adapters, see `lora`.
   """
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
@@ -71,8 +71,9 @@ def train(
     # ---- Update --------------------------------------------------------------
     state = stage.take('actor')
     state, measured = memory.update(
-      run, setup, state, batch, {}, programs=programs, prefix='actor'
-    )
+      run, setup, state, batch, stage.untrained('actor'),
+      programs=programs, prefix='actor',
+    )  # fmt: skip
     stage.put('actor', state)
     values = metrics.compute(measured)
     # ---- Host state, metrics, evaluation, checkpoint -----------------------
