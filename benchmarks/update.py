@@ -109,7 +109,7 @@ def products(config, places: int, layers: int):
   return functools.partial(run, x, up, down), count
 
 
-def actor(config, params, *, head_chunk: int, remat: bool, reference: bool):
+def actor(config, params, *, head_chunk: int, remat: str, reference: bool):
   """`step(state, batch) -> state`, with the trainers' own programs."""
   mesh = mesh_lib.make(devices=jax.devices()[:1])
   table = decoder.specs(config)
@@ -181,7 +181,7 @@ def main() -> None:
   parser.add_argument('--length', type=int, default=512, help='tokens of a row')
   parser.add_argument('--prompt', type=int, default=1, help='tokens, no action')
   parser.add_argument('--head_chunk', type=int, default=2048, help='places')
-  parser.add_argument('--remat', action='store_true')
+  parser.add_argument('--remat', choices=sorted(decoder.REMAT), default='none')
   parser.add_argument('--reference', action='store_true', help='with a KL loss')
   parser.add_argument('--repeats', type=int, default=3)
   args = parser.parse_args()

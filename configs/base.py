@@ -21,6 +21,9 @@ def optimizer(learning_rate: float) -> ConfigDict:
       eps=1e-8,
       weight_decay=0.0,
       max_grad_norm=1.0,  # larger gradients are scaled down to it; 0 = off
+      # float32 | bfloat16: of both moments, 8 or 4 bytes per parameter; the
+      # second is rounded at random, so that it does not stall.
+      moments_dtype='float32',
     )
   )
 
@@ -57,7 +60,24 @@ def get_config() -> ConfigDict:
   config.model.path = ''  # local Hugging Face folder or hub id; '' = scratch
   config.model.architecture = ConfigDict()  # fields of ModelConfig, if scratch
   config.model.dtype = 'auto'  # float32 | bfloat16 | auto (by the platform)
-  config.model.remat = False  # recompute each block in the backward pass
+  # For the backward pass: none (keep what the matrix products read) | block
+  # (recompute each block) | offload (as none, but in the host's memory).
+  config.model.remat = 'none'
+  # Low-rank adapters: only they train, and the model stays as it is.
+  config.model.lora = ConfigDict(
+    dict(
+      rank=0,  # 0 = off: all parameters of the actor train
+      # The adapters' product counts alpha / rank times; unset: once.
+      alpha=config_dict.placeholder(float),
+      # Modules: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
+      # or all-linear, which is all of them.
+      targets=('all-linear',),
+      # Folder of an adapter (PEFT) to start from, of this rank, alpha and
+      # targets; '' = new ones, which change nothing at first.
+      path='',
+      base_dtype='auto',  # float32 | bfloat16 | auto: of the model under them
+    )
+  )
   config.model.head_chunk = 2048  # tokens per data group with logits at a time
   config.tokenizer = ''  # 'bytes', a folder or hub id; '' = model.path
   # Bytes that a run may hold on a device; 0 = what the device says it has (a
@@ -71,6 +91,15 @@ def get_config() -> ConfigDict:
   config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
   config.mesh.context = 1  # shards of the tokens of a row (Ulysses)
   config.mesh.expert = 1  # must be 1: there are no models with experts
+
+  # What lives in the host's pinned memory until it is used; slower, and needed
+  # only where the devices' memory is too small.
+  config.offload = ConfigDict()
+  config.offload.optimizer = False  # moments, outside of the optimiser step
+  config.offload.reference = False  # outside of its forward pass
+  # Float32 parameters of actor and critic, while another role works (of LoRA
+  # the adapters, not the model under them).
+  config.offload.params = False
 
   config.data = ConfigDict()
   config.data.train = ConfigDict(dict(source='', args=ConfigDict()))
@@ -98,9 +127,13 @@ def get_config() -> ConfigDict:
   config.rollout.min_new_tokens = 0  # tokens before which no stop is drawn
   config.rollout.stop = ()  # strings of one token each that end a response
   # Strings that end a response wherever they end in its text; looked for every
-  # 16 tokens, and slower than `stop`.
+  # 16 tokens, and slower than `stop`.  Rewards read the text before them.
   config.rollout.stop_strings = ()
   config.rollout.slots = 256  # sequences that decode at the same time
+  # Steps that the rollout runs ahead of training; 0 is on-policy.  More than 0
+  # needs devices of its own, and weights or ratios that correct for it.
+  config.rollout.staleness = 0
+  config.rollout.devices = 0  # of each process, only for rollouts; 0 = shared
   # Sample on all devices of the job together, not in each process by itself:
   # for a model that the devices of one process cannot hold.
   config.rollout.whole_mesh = False
@@ -199,11 +232,15 @@ def get_config() -> ConfigDict:
   config.training.sequences_per_minibatch = 256  # sequences per update
   config.training.epochs_per_step = 1  # passes over the rollout
   config.training.tokens_per_row = 512  # tokens; rows hold whole sequences
-  # Tokens per data group; 'auto' is the largest power of two times
-  # tokens_per_row that fits, found by compiling before the first step.
+  # Tokens per data group, halved where memory runs out; 'auto' is the largest
+  # power of two times tokens_per_row that fits, found by compiling before the
+  # first step.
   config.training.tokens_per_microbatch = config_dict.FieldReference(
     2048, field_type=object
   )
+  # float32 | bfloat16: in which the gradients of micro-batches are added; norms
+  # and moments are computed in float32.  bfloat16: up to about 16 of them.
+  config.training.gradient_dtype = 'float32'
 
   config.actor = ConfigDict()
   config.actor.optimizer = optimizer(1e-6)

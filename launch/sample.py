@@ -36,6 +36,7 @@ import numpy as np  # noqa: E402
 
 from rlhf_jax.data import sources  # noqa: E402
 from rlhf_jax.monitor import writers  # noqa: E402
+from rlhf_jax.sampling import conversation  # noqa: E402
 from rlhf_jax.sampling import text as text_lib  # noqa: E402
 from rlhf_jax.trainers import policy as policy_lib  # noqa: E402
 from rlhf_jax.trainers import workdir as workdir_lib  # noqa: E402
@@ -151,20 +152,30 @@ def talk(sampler: text_lib.Sampler, seed: int) -> Iterator[dict[str, Any]]:
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives `input` editing and a history
   _note('/reset forgets the conversation, /exit ends')
-  messages, total, turns = [], Clock(), 0
+  said, total, turns = conversation.Conversation(sampler), Clock(), 0
+  sampler.prepare(1)
   while (line := _read()) not in (None, '/exit'):
     if line == '/reset':
-      messages = []
+      said = conversation.Conversation(sampler)
       _note('forgotten')
     elif line.startswith('/'):
       _note(f'{line} is not one of /reset, /exit')
     if not line or line.startswith('/'):
       continue
-    asked = [*messages, dict(role='user', content=line)]
     try:
-      ids = sampler.encode(asked)
+      asked, ids = said.ask(line)
     except ValueError as error:
       _note(f'error: {error}; /reset begins anew')
+      continue
+    if said.rewritten:
+      _note(
+        'the chat template rewrites earlier answers: they are put to the model'
+        ' from their text, not by the tokens that it said'
+      )
+    try:
+      sampler.wait()
+    except KeyboardInterrupt:  # as if never asked
+      _show('\n')
       continue
     turns += 1
     of_turn = text_lib.sequence_seeds(seed, turns)[-1]
@@ -181,8 +192,9 @@ def talk(sampler: text_lib.Sampler, seed: int) -> Iterator[dict[str, Any]]:
     _note(f'({clock}{_ENDS.get(one.finish, "")})')
     if not one.ids:  # interrupted before the first word: as if never asked
       continue
-    answered = dict(role='assistant', content=sampler.text(one))
-    messages = [*asked, answered]
+    said.answered(asked, ids, one)
+    # Before the conversation grows out of its programs, there are the next.
+    sampler.prepare(2 * said.tokens)
     yield _record(sampler, asked, ids, one, sample=0, seed=of_turn)
   if turns > 1:
     _note(f'all {turns} answers: {total}')

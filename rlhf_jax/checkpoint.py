@@ -120,6 +120,24 @@ def abstract(tree: types.PyTree, shardings: types.PyTree) -> types.PyTree:
   )
 
 
+def verify(where: dict[str, str], what: str) -> None:
+  """Refuses a model folder that is not what it was.
+
+  Args:
+    where: 'path' and 'sha256', the `fingerprint` of then.
+    what: what the model is to the run, for the message.
+
+  Raises:
+    ValueError: with both hashes.
+  """
+  found = fingerprint(where['path'])
+  if found != where['sha256']:
+    raise ValueError(
+      f'{what} was {where["path"]} with hash {where["sha256"][:12]}, now it has'
+      f' {found[:12]}: put the original model back to resume'
+    )
+
+
 def fingerprint(folder: str | pathlib.Path) -> str:
   """SHA-256 over names and contents of a model folder's weights and config."""
   digest = hashlib.sha256()

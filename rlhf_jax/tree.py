@@ -90,8 +90,10 @@ def zeros_like(tree: PyTree, dtype: Any = None) -> PyTree:
 def add(a: PyTree, b: PyTree) -> PyTree:
   """`a + b`, leaf by leaf, in the dtypes of `a` (an accumulator keeps its own).
 
+  The sum is rounded once: it is computed in the wider of the two dtypes.
+
   Raises:
     AssertionError: the trees differ in structure or shapes.
   """
   chex.assert_trees_all_equal_shapes(a, b)
-  return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)
+  return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), a, b)

@@ -20,10 +20,10 @@ FLOORS = {
   1: 'algorithms.* sharding.* models.spec models.config sampling.pick',
   # One decoder; prompts and packing; rule rewards; the optimiser.
   2: """models.layers models.attention models.attention_xla models.kernels
-      models.moe models.context models.decoder data.*
+      models.moe models.context models.decoder models.lora data.*
       rewards.base rewards.rules rewards.combine optim""",
   # What wraps a decoder; caches; files of a run's state; fakes.
-  3: """models.heads models.lora models.hf models.flax_module sampling.cache
+  3: """models.heads models.hf models.peft models.flax_module sampling.cache
       sampling.decode sampling.schedule checkpoint buffer testing
       models.flops""",
   # What a trainer is made of.
@@ -33,7 +33,9 @@ FLOORS = {
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
       trainers.arithmetic trainers.checks trainers.setup trainers.roles
       trainers.run trainers.workdir trainers.algorithm trainers.measure
-      trainers.rollout       trainers.policy sampling.text
+      trainers.memory
+      trainers.rollout trainers.adapters trainers.policy sampling.text
+      sampling.conversation
       planner planner.* monitor.*""",
 }
 
@@ -44,7 +46,7 @@ RESTRICTED = {
                      'trainers.checks',
                      'trainers.setup', 'trainers.run', 'trainers.ppo',
                      'trainers.sft', 'trainers.reward', 'trainers.preference',
-                     'planner.memory'},
+                     'planner.fit'},
   # Its API is in flux and it does not import on some newer JAX versions.
   'flax.nnx': set(),
   # Tests use the package, not the other way round.

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 import functools
 import os
 
+from rlhf_jax.data import tokenizer as tokenizer_lib
+
 SLOT = '{prompt}'
 
 
@@ -68,6 +70,35 @@ def render(
       ' from: drop it, or put a token in front with prompt_format'
     )
   return ids
+
+
+def between(
+  messages: Sequence[Mapping[str, str]], tokenizer, *, system: str = ''
+) -> list[int] | None:
+  """What the template writes from the end of an answer to the next one.
+
+  The prompt of the answer, the answer and this are the prompt of the next one.
+
+  Args:
+    messages: the last two are the answer, and what is said to it.
+    tokenizer: from `tokenizer.load`.
+    system: as for `render`.
+
+  Returns:
+    Token ids; None where the template writes an answer otherwise once others
+    follow (it drops thoughts, for example), but for spaces around it.
+  """
+  messages = _with_system(messages, system)
+  write = functools.partial(
+    tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True
+  )
+  before, whole = write(messages[:-2]), write(messages)
+  content = messages[-2]['content']
+  for said in (content, content.strip()):
+    if whole.startswith(before + said):
+      rest = whole[len(before + said) :]
+      return tokenizer_lib.continuation(tokenizer, rest)
+  return None
 
 
 def _render_text(text: str, tokenizer) -> list[int]:

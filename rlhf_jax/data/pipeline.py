@@ -7,6 +7,7 @@ neither repeats nor skips a prompt.
 
 from collections.abc import Sequence
 import dataclasses
+import hashlib
 
 import grain
 import numpy as np
@@ -206,6 +207,22 @@ def _overlong_message(count, scanned, longest, index, limit) -> str:
     f' (longest: {longest} tokens, first: example {index}): raise'
     " max_prompt_length, or set overlong to 'drop' or 'truncate_left'"
   )
+
+
+def fingerprint(prompts: Sequence[Prompt], total: int) -> str:
+  """Names a data set by its size and its first prompts and answers.
+
+  Args:
+    prompts: the first of a stream.
+    total: prompts in the whole set.
+  """
+  digest = hashlib.sha256()
+  for prompt in prompts:
+    ids = np.asarray(prompt.ids, '<i4')
+    digest.update(f'{prompt.index} {len(ids)} '.encode())
+    digest.update(ids.tobytes())
+    digest.update(repr(prompt.example.answer).encode())
+  return f'{total} prompts, first {len(prompts)}: {digest.hexdigest()[:12]}'
 
 
 def supervised(

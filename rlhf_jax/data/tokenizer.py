@@ -201,17 +201,19 @@ def stop_finder(
   return find_stop
 
 
-def before_stop(tokenizer, ids: Sequence[int], strings: Sequence[str]) -> str:
+def text(tokenizer, ids: Sequence[int], strings: Sequence[str] = ()) -> str:
   """The text of a response up to the stop string that its last token ended.
 
   Args:
     tokenizer: from `load`.
     ids: of the response, kept as `stop_finder` says.
-    strings: the stop strings.
+    strings: the stop strings; none for a response that was cut elsewhere.
   """
-  text = decode(tokenizer, ids)
+  whole = decode(tokenizer, ids)
+  if not strings:
+    return whole
   before = decode(tokenizer, ids[:-1]).rstrip(REPLACEMENT)
-  return text[: _find(text, strings, len(before))]
+  return whole[: _find(whole, strings, len(before))]
 
 
 class TextStream:

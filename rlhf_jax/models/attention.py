@@ -28,7 +28,12 @@ segment_mask = attention_xla.segment_mask
 
 
 def implementation(
-  task: str, platform: str, dtype: Any, width: int, places: int
+  task: str,
+  platform: str,
+  dtype: Any,
+  width: int,
+  places: int,
+  sliding: bool = False,
 ) -> str:
   """Which code does a task; a name of IMPLEMENTATIONS.
 
@@ -38,11 +43,13 @@ def implementation(
     decode  gpu       16, 32, 64 .. 256   a multiple of 64   pallas_gpu
     decode  tpu       128, 256            a multiple of 128  pallas_tpu
     all others, and any dtype but bfloat16                   xla
+    rows of a layer with a sliding window                    xla
 
   float32 is for exactness, and a kernel's products would be rounded to fewer
   bits by the matrix units of both platforms.  On a TPU a cache with heads of
   64 has its places along the lanes; for a kernel it would be turned around, or
-  padded to twice the size.
+  padded to twice the size.  No kernel for rows knows windows; decoding needs to
+  know none, as the cache of such a layer has the places in the window only.
 
   Args:
     task: 'rows', packed rows or a prompt to themselves; or 'decode', one query
@@ -51,8 +58,9 @@ def implementation(
     dtype: of queries, keys and values.
     width: E.
     places: L or C.
+    sliding: whether there is a window in it.
   """
-  if jnp.dtype(dtype) != jnp.bfloat16:
+  if jnp.dtype(dtype) != jnp.bfloat16 or (task == 'rows' and sliding):
     return 'xla'
   fits = {
     ('rows', 'gpu'): width in range(16, 129, 8) and places >= kernels.BLOCK,
@@ -84,7 +92,14 @@ def force(name: str, *, interpret: bool = False) -> Iterator[None]:
     _FORCED.reset(token)
 
 
-def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+def attend_rows(
+  q: Array,
+  k: Array,
+  v: Array,
+  segment_ids: Array,
+  positions: Array | None = None,
+  window: Array | None = None,
+) -> Array:
   """Attention of packed rows to themselves, under `segment_mask`.
 
   softmax(q k^T / sqrt(E), where mask) v, with grouped key/value heads: query
@@ -96,15 +111,26 @@ def attend_rows(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     k: [R, L, H, E].
     v: [R, L, H, E].
     segment_ids: [R, L] int32.
+    positions: [R, L] int32, in the sequence; only a window needs them.
+    window: [] int32: a query sees the keys less than so many positions before
+      it, in its sequence and in the prefix; None is no window.
 
   Returns:
     [R, L, Q, E] in the dtype of q.
   """
   chex.assert_rank([q, k, v, segment_ids], [4, 4, 4, 2])
   chex.assert_equal_shape([k, v])
-  how = _choose('rows', q, k, k.shape[2], k.shape[1], 'training')
+  span = None
+  if window is not None:
+    chex.assert_equal_shape([positions, segment_ids])
+    span = attention_xla.Span(positions, jnp.asarray(window, jnp.int32))
+  how = _choose(
+    'rows', q, k, k.shape[2], k.shape[1], window is not None, 'training'
+  )
   front = lambda x: jnp.moveaxis(x, 1, 2)
-  out = _attend(how, _grouped(q, k.shape[2]), front(k), front(v), segment_ids)
+  out = _attend(
+    how, _grouped(q, k.shape[2]), front(k), front(v), segment_ids, span
+  )
   return _ungrouped(out)
 
 
@@ -115,6 +141,9 @@ def attend(
   mask: Array | None,
   *,
   prefix: tuple[Array, Array] | None = None,
+  prefix_seen: Array | None = None,
+  window: int = 0,
+  turned: bool = False,
 ) -> Array:
   """Attention of queries to a cache; not for gradients through a kernel.
 
@@ -129,30 +158,41 @@ def attend(
       and see those up to their own.  Kernels take the last two.
     prefix: further keys and values [H, P, E] that every query of every row
       sees; they are read once for all rows.
+    prefix_seen: [B, S] int32: a query sees only so many of the last of them.
+    window: where `mask` is None, a query sees so many places up to its own; 0
+      is all.  Any other mask says it by itself.
+    turned: k is [B, H, E, C]; XLA only.
 
   Returns:
     [B, S, Q, E] in the dtype of q.
   """
   chex.assert_rank([q, k, v], 4)
-  chex.assert_equal_shape([k, v])
-  (batch, length), (kv_heads, places) = q.shape[:2], k.shape[1:3]
+  (batch, length), (kv_heads, places) = q.shape[:2], v.shape[1:3]
+  as_values = (*k.shape[:2], k.shape[3], k.shape[2]) if turned else k.shape
+  chex.assert_equal(as_values, v.shape)
   queries = _grouped(q, kv_heads)  # B H M S E
   if mask is None:
-    chex.assert_equal(length, places)
-    how = _choose('rows', q, k, kv_heads, places)
+    chex.assert_equal((length, turned), (places, False))
+    how = _choose('rows', q, k, kv_heads, places, window > 0)
     ids = jnp.ones((batch, places), jnp.int32)  # a row that is one sequence
-    out, log_total = _rows(how, queries, k, v, ids)
+    span = None
+    if window:
+      positions = jnp.broadcast_to(jnp.arange(places)[None], ids.shape)
+      span = attention_xla.Span(positions, jnp.int32(window))
+    out, log_total = _rows(how, queries, k, v, ids, span)
   elif mask.ndim == 2:
     chex.assert_shape(mask, (batch, length))
     how = _How('xla')
-    if length == 1:
+    if length == 1 and not turned:
       how = _choose('decode', q, k, kv_heads, places)
-    out, log_total = _first(how, queries, k, v, mask)
+    out, log_total = _first(how, queries, k, v, mask, turned)
   else:
     chex.assert_shape(mask, (batch, length, places))
-    out, log_total = attention_xla.softmax_product(queries, k, v, mask)
+    out, log_total = attention_xla.softmax_product(
+      queries, k, v, mask, turned=turned
+    )
   if prefix is not None:
-    out = attention_xla.add_prefix(queries, out, log_total, prefix)
+    out = attention_xla.add_prefix(queries, out, log_total, prefix, prefix_seen)
   return _ungrouped(out.astype(q.dtype))
 
 
@@ -172,39 +212,46 @@ def _ungrouped(out: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-  how: '_How', q: Array, k: Array, v: Array, segment_ids: Array
+  how: '_How',
+  q: Array,
+  k: Array,
+  v: Array,
+  segment_ids: Array,
+  span: attention_xla.Span | None,
 ) -> Array:
-  return _attend_forward(how, q, k, v, segment_ids)[0]
+  return _attend_forward(how, q, k, v, segment_ids, span)[0]
 
 
-def _attend_forward(how, q, k, v, segment_ids):
-  out, log_total = _rows(how, q, k, v, segment_ids)
+def _attend_forward(how, q, k, v, segment_ids, span):
+  out, log_total = _rows(how, q, k, v, segment_ids, span)
   # Named for `decoder.hidden`, which keeps them for the backward pass.
   q, k, v, out, log_total = (
     ad_checkpoint.checkpoint_name(a, 'attention')
     for a in (q, k, v, out, log_total)
   )
-  return out, (q, k, v, segment_ids, out, log_total)
+  return out, (span, q, k, v, segment_ids, out, log_total)
 
 
 def _attend_backward(how, saved, outer):
+  span, *saved = saved
   run = _dispatch(
     how,
-    attention_xla.rows_gradient,
+    functools.partial(attention_xla.rows_gradient, span=span),
     functools.partial(_kernel_rows_gradient, how),
     (*_ROWS, _QUERY, _QUERY, _QUERY),
     _ROWS[:3],
   )
-  return *run(*saved, outer), None
+  return *run(*saved, outer), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _rows(how, q, k, v, segment_ids) -> tuple[Array, Array]:
+def _rows(how, q, k, v, segment_ids, span) -> tuple[Array, Array]:
   """Output [R, H, M, L, E] as q, and log of the total weight."""
+  xla = functools.partial(attention_xla.rows, span=span)
   kernel = functools.partial(_kernel_rows, how)
-  run = _dispatch(how, attention_xla.rows, kernel, _ROWS, (_QUERY, _QUERY))
+  run = _dispatch(how, xla, kernel, _ROWS, (_QUERY, _QUERY))
   return run(q, k, v, segment_ids)
 
 
@@ -249,12 +296,12 @@ def _kernel_rows_gradient(how, q, k, v, segment_ids, out, log_total, outer):
   return tuple(both(*x)[..., :length, :] for x in zip(within, shared))
 
 
-def _first(how, q, k, v, counts) -> tuple[Array, Array]:
+def _first(how, q, k, v, counts, turned) -> tuple[Array, Array]:
   """Output [B, H, M, S, E] of the first places of a cache, and log of total."""
 
   def xla(q, k, v, counts):
-    mask = jnp.arange(k.shape[2])[None, None] < counts[..., None]  # B S C
-    return attention_xla.softmax_product(q, k, v, mask)
+    mask = jnp.arange(v.shape[2])[None, None] < counts[..., None]  # B S C
+    return attention_xla.softmax_product(q, k, v, mask, turned=turned)
 
   def kernel(q, k, v, counts):
     out, log_total = IMPLEMENTATIONS[how.name].decode(
@@ -291,16 +338,24 @@ class _How(NamedTuple):
 
 
 def _choose(
-  task: str, q: Array, k: Array, kv_heads: int, places: int,
+  task: str,
+  q: Array,
+  k: Array,
+  kv_heads: int,
+  places: int,
+  sliding: bool = False,
   table: str = 'rollout',
-) -> _How:  # fmt: skip
+) -> _How:
   """How to do a task, from shapes, platform and mesh of its arrays."""
   meshes = [jax.typeof(x).sharding.mesh for x in (q, k)]
   mesh = next((x for x in meshes if not x.empty), None)
+  sizes = q.shape[-1], places, sliding
   name, interpret = _FORCED.get() or (
-    implementation(task, _platform(mesh), q.dtype, q.shape[-1], places),
+    implementation(task, _platform(mesh), q.dtype, *sizes),
     False,
   )
+  if task == 'rows' and sliding:  # whatever is forced
+    name = 'xla'
   # On several devices XLA would gather everything for a kernel on each of them,
   # so each runs it on its own part.  Inside a shard_map that is so already.
   if mesh is not None and mesh.size > 1:

@@ -5,7 +5,12 @@ already divided by sqrt(E); keys and values [R, H, C, E].  Heads stand before
 places: every product is then a plain matrix product per (row, key/value head),
 without a transposed copy of the scores.  The log of the total weight of a
 query, log sum_c exp(score_c), is [R, H, M, L, 1].
+
+A `Span` is what a sliding window adds to the rule of `segment_mask`; None is no
+window.
 """
+
+from typing import NamedTuple
 
 import chex
 import jax
@@ -24,7 +29,14 @@ _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 8, 64, 256
 SHARED_BLOCK = 128
 
 
-def segment_mask(segment_ids: Array) -> Array:
+class Span(NamedTuple):
+  """A query sees keys less than `window` positions before it."""
+
+  positions: Array  # [R, L] int32, in the sequence: a prefix is before all
+  window: Array  # [] int32, tokens
+
+
+def segment_mask(segment_ids: Array, span: Span | None = None) -> Array:
   """Which key each place of a packed row may look at.
 
   Query l sees key c where c <= l, and c is of the same sequence or of the
@@ -38,18 +50,19 @@ def segment_mask(segment_ids: Array) -> Array:
   [R, L] int32 -> [R, L, L] bool.
   """
   chex.assert_rank(segment_ids, 2)
-  return _mask(segment_ids, 0, 0, *segment_ids.shape[1:] * 2)
+  return _mask(segment_ids, span, 0, 0, *segment_ids.shape[1:] * 2)
 
 
 def softmax_product(
-  q: Array, k: Array, v: Array, mask: Array
+  q: Array, k: Array, v: Array, mask: Array, *, turned: bool = False
 ) -> tuple[Array, Array]:
   """softmax(q k^T, where mask [R, L, C]) v, and the log of the total weight.
 
+  Keys are [R, H, E, C] if `turned`.
   Both in at least float32.  A query that sees nothing gets zeros and about the
   lowest number, so that nothing is added where its output is joined to other.
   """
-  scores = _scores(q, k, mask)
+  scores = _scores(q, k, mask, turned)
   top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)  # R H M L 1
@@ -61,27 +74,27 @@ def softmax_product(
 
 
 def rows(
-  q: Array, k: Array, v: Array, segment_ids: Array
+  q: Array, k: Array, v: Array, segment_ids: Array, span: Span | None = None
 ) -> tuple[Array, Array]:
   """Packed rows under `segment_mask`: output as q, log of the total weight."""
   length = q.shape[3]
   size, pairs = _pairs(length)
   q, k, v = (padded(x, -2, size) for x in (q, k, v))
-  segment_ids = padded(segment_ids, 1, size)
+  segment_ids, span = _padded_rows(segment_ids, span, size)
   wide = jnp.promote_types(q.dtype, jnp.float32)
 
   def body(carry, pair):
     i, j = pair * size
-    mask = _mask(segment_ids, i, j, size, size)
+    mask = _mask(segment_ids, span, i, j, size, size)
     part = softmax_product(
       _cut(q, i, size, 3), _cut(k, j, size, 2), _cut(v, j, size, 2), mask
     )
     joined = _join(*(_cut(x, i, size, 3) for x in carry), *part)
-    return tuple(_put(*x, i, 3) for x in zip(carry, joined)), None
+    return tuple(_put(*x, i, 3) for x in zip(carry, joined))
 
   nothing = jnp.full((*q.shape[:4], 1), jnp.finfo(wide).min, wide)
   start = jnp.zeros(q.shape, wide), nothing
-  (out, log_total), _ = jax.lax.scan(body, start, pairs)
+  out, log_total = _over_pairs(body, start, pairs, size, segment_ids, span)
   return out[:, :, :, :length].astype(q.dtype), log_total[:, :, :, :length]
 
 
@@ -93,6 +106,7 @@ def rows_gradient(
   out: Array,
   log_total: Array,
   outer: Array,
+  span: Span | None = None,
 ) -> tuple[Array, Array, Array]:
   """Gradients of `rows` by q, k and v, for the gradient `outer` of its output.
 
@@ -104,11 +118,11 @@ def rows_gradient(
   inner = _inner(out, outer, log_total.dtype)
   of_queries = [padded(x, 3, size) for x in (q, log_total, outer, inner)]
   k, v = (padded(x, 2, size) for x in (k, v))
-  segment_ids = padded(segment_ids, 1, size)
+  segment_ids, span = _padded_rows(segment_ids, span, size)
 
   def body(carry, pair):
     i, j = pair * size
-    mask = _mask(segment_ids, i, j, size, size)
+    mask = _mask(segment_ids, span, i, j, size, size)
     parts = _block_gradient(
       _cut(k, j, size, 2),
       _cut(v, j, size, 2),
@@ -118,9 +132,10 @@ def rows_gradient(
     return tuple(
       _put(x, _cut(x, at, size, 3) + part, at, 3)
       for x, part, at in zip(carry, parts, (i, j, j))
-    ), None
+    )
 
-  dq, dk, dv = jax.lax.scan(body, _no_gradients(of_queries, k, v), pairs)[0]
+  start = _no_gradients(of_queries, k, v)
+  dq, dk, dv = _over_pairs(body, start, pairs, size, segment_ids, span)
   cut = lambda x, like: x[..., :length, :].astype(like.dtype)
   return cut(dq, q), cut(_turn(dk), k), cut(_turn(dv), v)
 
@@ -182,10 +197,15 @@ def shared_gradient(
 
 
 def add_prefix(
-  q: Array, out: Array, log_total: Array, prefix: tuple[Array, Array]
+  q: Array,
+  out: Array,
+  log_total: Array,
+  prefix: tuple[Array, Array],
+  seen: Array | None = None,
 ) -> Array:
-  """Joins keys and values [H, P, E] that every query sees to its own places.
+  """Joins keys and values [H, P, E] before all rows to a query's own places.
 
+  A query sees all of them, or the last `seen` [R, L] int32, 0 or less is none.
   They are read once for all rows.  What a query saw of its own places is like
   one more key, with the score `log_total` and the value `out`.
   """
@@ -197,6 +217,14 @@ def add_prefix(
   early = jax.lax.dot_general(
     flat(q), keys, dims(2), preferred_element_type=wide
   )  # H BMS P
+  if seen is not None:
+    place = jnp.arange(keys.shape[1])[None]
+    first = jnp.broadcast_to(
+      keys.shape[1] - seen[:, None], (batch, shared, length)
+    )
+    early = jnp.where(
+      (place >= first.reshape(-1, 1))[None], early, jnp.finfo(wide).min
+    )
   own = flat(log_total)  # H BMS 1
   top = jnp.maximum(jnp.max(early, axis=-1, keepdims=True), own)
   early, own = jnp.exp(early - top), jnp.exp(own - top)
@@ -254,9 +282,10 @@ def _no_gradients(of_queries, k, v):
   return tuple(jnp.zeros(shape, log_total.dtype) for shape in shapes)
 
 
-def _scores(q: Array, k: Array, mask: Array) -> Array:
+def _scores(q: Array, k: Array, mask: Array, turned: bool = False) -> Array:
   """[R, H, M, L, C], the lowest number where masked."""
-  scores = _product(_merge(q), k, 3, 3).reshape(*q.shape[:-1], k.shape[2])
+  scores = _product(_merge(q), k, 3, 2 if turned else 3)
+  scores = scores.reshape(*q.shape[:-1], mask.shape[-1])
   return jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
 
 
@@ -280,7 +309,7 @@ def _turn(x: Array) -> Array:
   return jnp.swapaxes(x, 2, 3)
 
 
-def _mask(segment_ids, i, j, queries: int, keys: int) -> Array:
+def _mask(segment_ids, span, i, j, queries: int, keys: int) -> Array:
   """`segment_mask` of so many queries from place i on, and keys from j on."""
   query = _cut(segment_ids, i, queries, 1)[:, :, None]
   key = _cut(segment_ids, j, keys, 1)[:, None]
@@ -288,13 +317,17 @@ def _mask(segment_ids, i, j, queries: int, keys: int) -> Array:
     j + jnp.arange(keys)[None, None] > i + jnp.arange(queries)[None, :, None]
   )
   related = (query == key) | (key == types.SHARED)
+  if span is not None:
+    query_at = _cut(span.positions, i, queries, 1)[:, :, None]
+    key_at = _cut(span.positions, j, keys, 1)[:, None]
+    related &= query_at - key_at < span.window
   return ~ahead & related & (query != types.PADDING)
 
 
 def _shared(segment_ids, k, v, at):
   """A block of keys and values, and what queries of sequences see of it."""
   length = segment_ids.shape[1]
-  mask = _mask(segment_ids, 0, at, length, SHARED_BLOCK)
+  mask = _mask(segment_ids, None, 0, at, length, SHARED_BLOCK)
   key = _cut(segment_ids, at, SHARED_BLOCK, 1)[:, None]
   other = segment_ids[:, :, None] != key
   return *(_cut(x, at, SHARED_BLOCK, 2) for x in (k, v)), mask & other
@@ -314,6 +347,31 @@ def _pairs(length: int) -> tuple[int, Array]:
   size = -(-length // count)
   pairs = [(i, j) for i in range(count) for j in range(i + 1)]
   return size, jnp.array(pairs, jnp.int32)
+
+
+def _padded_rows(segment_ids, span, size: int):
+  if span is not None:
+    span = span._replace(positions=padded(span.positions, 1, size))
+  return padded(segment_ids, 1, size), span
+
+
+def _over_pairs(body, start, pairs: Array, size: int, segment_ids, span):
+  """carry = body(carry, pair) over pairs of blocks in which something is seen.
+
+  Without a window that is all of them.  With one, those whose places are too
+  far apart are left out, unless the keys may be of a shared prefix: there the
+  places say nothing about the positions.
+  """
+  if span is None:
+    step = lambda carry, pair: (body(carry, pair), None)
+    return jax.lax.scan(step, start, pairs)[0]
+  blocks = segment_ids.reshape(segment_ids.shape[0], -1, size)
+  shared = jnp.any(blocks == types.SHARED, axis=(0, 2))  # of a block of keys
+  nearest = (pairs[:, 0] - pairs[:, 1] - 1) * size + 1  # places between
+  needed = (nearest < span.window) | shared[pairs[:, 1]]
+  first = jnp.argsort(~needed, stable=True)
+  step = lambda n, carry: body(carry, pairs[first[n]])
+  return jax.lax.fori_loop(0, jnp.sum(needed), step, start)
 
 
 def _cut(x: Array, at, size: int, axis: int) -> Array:

@@ -46,8 +46,23 @@ class ModelConfig:
   output_bias: bool = False  # of the attention's output projection
   mlp_bias: bool = False
   init_std: float = 0.02
+  sliding_window: int = 0  # tokens, see `windows`; 0: no layer slides
+  sliding_layers: tuple[int, ...] = ()  # ascending numbers of those that do
+
+  @property
+  def windows(self) -> tuple[int, ...]:
+    """Of each of the G layers: tokens that a token sees, itself one of them.
+
+    0 is all of them: the layer does not slide.
+    """
+    return tuple(
+      self.sliding_window if layer in self.sliding_layers else 0
+      for layer in range(self.num_layers)
+    )
 
   def __post_init__(self):
+    # A list from a JSON file would not be hashable.
+    object.__setattr__(self, 'sliding_layers', tuple(self.sliding_layers))
     if self.family not in FAMILIES:
       raise ValueError(
         f'unknown model family {self.family!r}; one of {sorted(FAMILIES)}.'
@@ -73,11 +88,44 @@ class ModelConfig:
         'qwen2 has biases on q, k and v and nowhere else; got attention_bias,'
         f' output_bias, mlp_bias = {biases}. Use (True, False, False).'
       )
+    if self.family == 'mistral' and any(biases):
+      raise ValueError(
+        'mistral has no biases; got attention_bias, output_bias, mlp_bias ='
+        f' {biases}.'
+      )
     if self.family == 'llama' and self.attention_bias != self.output_bias:
       raise ValueError(
         'llama has attention biases on q, k, v and o or on none; got'
         f' attention_bias={self.attention_bias},'
         f' output_bias={self.output_bias}.'
+      )
+    self._check_windows()
+
+  def _check_windows(self):
+    window, sliding = self.sliding_window, self.sliding_layers
+    if (
+      not isinstance(window, int)
+      or window < 0
+      or ((window > 0) != (len(sliding) > 0))
+    ):
+      raise ValueError(
+        f'sliding_window={window} with sliding_layers={sliding}: expected'
+        ' 1 or more tokens and the layers that slide, or 0 and none.'
+      )
+    if list(sliding) != sorted(set(sliding) & set(range(self.num_layers))):
+      raise ValueError(
+        f'sliding_layers={sliding}: expected different layers of'
+        f' 0..{self.num_layers - 1}, ascending.'
+      )
+    if sliding and self.family == 'llama':
+      raise ValueError(
+        f'llama has no sliding windows, got sliding_window={window}; mistral'
+        ' is the same with one in every layer.'
+      )
+    if self.family == 'mistral' and len(sliding) not in (0, self.num_layers):
+      raise ValueError(
+        'mistral slides in all layers or in none; got'
+        f' sliding_layers={sliding} of {self.num_layers} layers.'
       )
 
 
@@ -96,13 +144,18 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     raise ValueError(
       f'model_type {model_type!r} is not supported; one of {sorted(FAMILIES)}.'
     )
-  missing = [k for k in _HF_SIZES if k not in hf]
+  needed = _HF_SIZES
+  if model_type == 'mistral':  # where it is missing, transformers takes 8
+    needed = *needed, 'num_key_value_heads'
+  missing = [k for k in needed if k not in hf]
   if missing:
     raise ValueError(f'config.json lacks {missing}; is the file complete?')
   _refuse_unsupported(hf)
   theta, scaling = _rope_from_hf(hf)
   heads = hf['num_attention_heads']
-  bias = {'llama': bool(hf.get('attention_bias', False)), 'qwen2': True}
+  llama = model_type == 'llama'
+  attention_bias = llama and bool(hf.get('attention_bias', False))
+  window, sliding = _windows_from_hf(hf)
   return ModelConfig(
     family=model_type,
     vocab_size=hf['vocab_size'],
@@ -119,10 +172,12 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     rope_scaling=scaling,
     norm_eps=float(hf.get('rms_norm_eps', 1e-6)),
     tied_embeddings=bool(hf.get('tie_word_embeddings', False)),
-    attention_bias=bias[model_type],
-    output_bias=bias[model_type] and model_type == 'llama',
-    mlp_bias=model_type == 'llama' and bool(hf.get('mlp_bias', False)),
+    attention_bias=attention_bias or model_type == 'qwen2',
+    output_bias=attention_bias,
+    mlp_bias=llama and bool(hf.get('mlp_bias', False)),
     init_std=float(hf.get('initializer_range', 0.02)),
+    sliding_window=window,
+    sliding_layers=sliding,
   )
 
 
@@ -150,8 +205,18 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
   if config.family == 'llama':
     hf['attention_bias'] = config.attention_bias
     hf['mlp_bias'] = config.mlp_bias
+  if config.family == 'mistral':
+    hf['sliding_window'] = config.sliding_window or None
   if config.family == 'qwen2':
-    hf['use_sliding_window'] = False
+    hf['use_sliding_window'] = bool(config.sliding_window)
+  if config.family == 'qwen2' and config.sliding_window:
+    hf['sliding_window'] = config.sliding_window
+    # Read by transformers before 4.53, which knows no other pattern.
+    hf['max_window_layers'] = config.sliding_layers[0]
+    hf['layer_types'] = [
+      'sliding_attention' if window else 'full_attention'
+      for window in config.windows
+    ]
   return hf
 
 
@@ -169,21 +234,54 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
   activation = hf.get('hidden_act', 'silu')
   if activation not in ('silu', 'swish'):
     raise ValueError(f'hidden_act {activation!r} is not supported; only silu.')
-  layers = hf['num_hidden_layers']
-  sliding = 'sliding_attention' in (hf.get('layer_types') or ())
-  # Older Qwen2 files say it by numbers: layers from max_window_layers on.
-  if hf.get('use_sliding_window') and hf.get('sliding_window'):
-    sliding |= hf.get('max_window_layers', 28) < layers
-  if sliding:
-    raise ValueError(
-      'sliding-window attention is in use (use_sliding_window with'
-      f' max_window_layers < {layers}, or layer_types) and is not supported;'
-      ' choose a model that attends to its whole context.'
-    )
   if hf.get('quantization_config'):
     raise ValueError(
       'the checkpoint is quantised (quantization_config); use the float one.'
     )
+
+
+def _windows_from_hf(hf: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+  """The window in tokens and the layers that slide, (0, ()) for none.
+
+  A file may give the layers as a list of types, or, as older Qwen2 files do, by
+  a number: those from `max_window_layers` on.
+  """
+  family, layers = hf['model_type'], hf['num_hidden_layers']
+  types = hf.get('layer_types')
+  window = {
+    'llama': None,
+    # The defaults of transformers, where the file says nothing.
+    'mistral': hf.get('sliding_window', 4096),
+    'qwen2': hf.get('use_sliding_window') and hf.get('sliding_window', 4096),
+  }[family]
+  if types is None or family == 'mistral':
+    first = 0 if family == 'mistral' else hf.get('max_window_layers', 28)
+    kinds = ['full_attention'] * min(first, layers)
+    kinds += ['sliding_attention'] * (layers - len(kinds))
+    if not window:
+      kinds = ['full_attention'] * layers
+    if family == 'mistral' and types not in (None, kinds):
+      raise ValueError(
+        f'mistral with layer_types={types} is not supported; transformers does'
+        ' not compute it either.'
+      )
+    types = kinds
+  unknown = set(types) - {'full_attention', 'sliding_attention'}
+  if unknown or len(types) != layers:
+    raise ValueError(
+      f'layer_types={types}: expected full_attention or sliding_attention for'
+      f' each of {layers} layers.'
+    )
+  sliding = tuple(
+    layer for layer, kind in enumerate(types) if kind == 'sliding_attention'
+  )
+  if sliding and not window:
+    raise ValueError(
+      f'layer_types has sliding layers {sliding}, but there is no window'
+      f' ({family}, use_sliding_window={hf.get("use_sliding_window")},'
+      f' sliding_window={hf.get("sliding_window")}).'
+    )
+  return (int(window), sliding) if sliding else (0, ())
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -239,6 +337,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     policy='LlamaForCausalLM',
     value='LlamaForSequenceClassification',
     max_positions=2048,
+  ),
+  'mistral': dict(
+    policy='MistralForCausalLM',
+    value='MistralForSequenceClassification',
+    max_positions=131072,
   ),
   'qwen2': dict(
     policy='Qwen2ForCausalLM',

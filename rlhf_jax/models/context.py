@@ -54,7 +54,13 @@ def unfold(x: Array, mesh: _AbstractMesh | None) -> Array:
 
 
 def attend_rows(
-  q: Array, k: Array, v: Array, segment_ids: Array, mesh: _AbstractMesh | None
+  q: Array,
+  k: Array,
+  v: Array,
+  segment_ids: Array,
+  mesh: _AbstractMesh | None,
+  positions: Array | None = None,
+  window: Array | None = None,
 ) -> Array:
   """`attention.attend_rows` of folded rows, over all their parts.
 
@@ -68,13 +74,15 @@ def attend_rows(
     v: [n R, L / n, H, E].
     segment_ids: [R, L] int32.
     mesh: see `rules.mesh_of`; n is 1 without one.
+    positions: as for `attention.attend_rows`, and so is the next.
+    window: [] int32 or None.
 
   Returns:
     [n R, L / n, Q, E], split as q.
   """
   devices = rules.parts(mesh, 'attended_heads')
   if devices == 1:
-    return attention.attend_rows(q, k, v, segment_ids)
+    return attention.attend_rows(q, k, v, segment_ids, positions, window)
   heads, kv_heads = q.shape[2], k.shape[2]
   divisible = math.lcm(kv_heads, devices)
   if heads % divisible == 0 and divisible > kv_heads:
@@ -86,7 +94,9 @@ def attend_rows(
   )
   q, k, v = (turn(unfold(x, mesh), by_places, by_heads) for x in (q, k, v))
   segment_ids = rules.constrain(segment_ids, ('rows', None), mesh)
-  out = attention.attend_rows(q, k, v, segment_ids)
+  if window is not None:
+    positions = rules.constrain(positions, ('rows', None), mesh)
+  out = attention.attend_rows(q, k, v, segment_ids, positions, window)
   return fold(turn(out, by_heads, by_places), mesh, 'heads', None)
 
 

@@ -13,11 +13,13 @@ import chex
 import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax.models import attention
 from rlhf_jax.models import config as config_lib
 from rlhf_jax.models import context
 from rlhf_jax.models import layers
+from rlhf_jax.models import lora
 from rlhf_jax.models import spec as spec_lib
 from rlhf_jax.sharding import rules
 
@@ -25,8 +27,11 @@ Array = jax.Array
 PyTree = Any
 Spec = spec_lib.Spec
 
-# What `hidden` keeps of a block for the backward pass, beside its input.
-_KEPT = ('attention', 'middle', 'mlp')
+# What a block's matrix products read: kept for the backward pass, or moved out.
+_KEPT = ('input', 'attention', 'middle', 'mlp')
+
+# The place of a token that is not written to the cache.
+NOWHERE = np.iinfo(np.int32).max
 
 
 def specs(config: config_lib.ModelConfig, head: str = 'policy') -> PyTree:
@@ -61,49 +66,59 @@ def hidden(
   positions: Array,
   segment_ids: Array,
   *,
-  remat: bool = False,
+  remat: str = 'none',
   dtype: Any = jnp.float32,
 ) -> Array:
   """Final-normed hidden states of packed rows.
 
   Args:
-    params: of `specs(config, head)` with any head.
+    params: of `specs(config, head)` with any head; perhaps with adapters, see
+      `lora`.
     config: static.
     tokens: [R, L] int32.
     positions: [R, L] int32, in the sequence.
     segment_ids: [R, L] int32, as in `types.Rows`.
-    remat: recompute whole blocks in the backward pass.  Otherwise what their
-      matrix products need is kept, and only element-wise work is done again.
+    remat: what the backward pass finds, a name in `REMAT`.  'none': what
+      the matrix products of a block need; only element-wise work is done again.
+      'block': the block's input, and the whole block is computed again.
+      'offload': as 'none', but in the host's pinned memory in between.
     dtype: of the computation; parameters are cast to it layer by layer.
 
   Returns:
     [R, L, D] in `dtype`; arbitrary but finite at padding.
+
+  Raises:
+    ValueError: `remat` is unknown; lists the names.
   """
+  if remat not in REMAT:
+    raise ValueError(f'remat={remat!r} is not one of {sorted(REMAT)}')
   chex.assert_rank([tokens, positions, segment_ids], 2)
   chex.assert_equal_shape([tokens, positions, segment_ids])
   mesh = rules.mesh_of(tokens, params['embed'])
   segment_ids = rules.constrain(segment_ids, ('rows', None), mesh)
   table = _rope_table(config, context.fold(positions, mesh), dtype)
-  axes = jax.tree.map(lambda spec: spec.axes, specs(config))
+  params = lora.scaled(params)
+  whole_table = lora.extend(specs(config), params)
+  axes = jax.tree.map(lambda spec: spec.axes, whole_table)
   gather = lambda w, axes: rules.gather(w.astype(dtype), axes, mesh)
 
-  def block(x, weights):
+  def block(x, layer):
+    weights, window = layer
+    x = ad_checkpoint.checkpoint_name(x, 'input')
     weights = jax.tree.map(
       lambda w, axes: gather(w, axes[1:]), weights, axes['layers']
     )
     q, k, v = _project(x, weights, config, table)
-    out = context.attend_rows(q, k, v, segment_ids, mesh)
+    out = context.attend_rows(q, k, v, segment_ids, mesh, positions, window)
     return _split(_finish(x, out, weights, config), mesh)
 
   # Without a policy of ours the scan would write about three times as much for
   # the backward pass: every intermediate, and the weights once more.
-  kept = jax.checkpoint_policies.save_only_these_names(*_KEPT)
-  body = jax.checkpoint(
-    block, prevent_cse=False, policy=None if remat else kept
-  )
+  body = jax.checkpoint(block, prevent_cse=False, policy=REMAT[remat])
   x = _look_up(params['embed'], tokens, dtype, mesh)  # R L D
   x = context.fold(x, mesh)
-  x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params['layers'])
+  stacked = params['layers'], _windows(config)
+  x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, stacked)
   norm = gather(params['final_norm'], axes['final_norm'])
   x = layers.rms_norm(x, norm, config.norm_eps)
   return context.unfold(x, mesh)
@@ -114,18 +129,26 @@ def hidden_cached(
   config: config_lib.ModelConfig,
   tokens: Array,
   positions: Array,
-  cache_keys: Sequence[Array],
-  cache_values: Sequence[Array],
+  cache_keys: Sequence[Array] | None,
+  cache_values: Sequence[Array] | None,
   places: Array | None,
   mask: Array | None,
   *,
   prefix: Sequence[tuple[Array, Array]] | None = None,
+  turned: bool = False,
   dtype: Any = jnp.float32,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
   """Hidden states of new tokens, which attend through a cache.
 
   Each layer first writes the keys and values of the new tokens, then reads
   its whole cache, so `mask` decides what a token sees, itself included.
+
+  The cache of a layer with a sliding window may have just the window's places:
+  place c is then written at c modulo that number, over the one that no token
+  sees any more (a ring).  Only one token at a time can go there.
+
+  Prompts need no cache: they attend to themselves, and what is returned is all
+  their keys and values, in their order.
 
   The layers are a loop of Python and not a scan: a scan would copy the cache of
   a layer out of the stack before every product with it.
@@ -135,41 +158,54 @@ def hidden_cached(
     config: static.
     tokens: [B, S] int32: a prompt (S long) or one token each (S = 1).
     positions: [B, S] int32, in the sequence.
-    cache_keys: G arrays [B, H, C, E].
+    cache_keys: G arrays [B, H, C, E]; None, as the next three, for prompts.
     cache_values: G arrays [B, H, C, E].
-    places: [B, S] int32: the place a token is written to; C drops it.  None is
-      the first S places, in order, which needs no scatter.
-    mask: the places that a token sees, see `attention.attend`: [B, S, C] bool,
-      [B, S] int32 (so many first ones), or None (causal, S is C).
-    prefix: G pairs of keys and values [H, P, E], of earlier tokens that all
-      rows share and see.
+    places: [B, S] int32: the place a token is written to; NOWHERE drops it.
+    mask: the places that a token sees, see `attention.attend`: [B, S] int32 (so
+      many first ones, of those in the window), or [B, S, C] bool, where no
+      layer slides.
+    prefix: G pairs of keys and values [H, P, E], of the tokens at the positions
+      before P, which all rows share and see, as far as windows reach.
+    turned: the keys of the cache are [B, H, E, C].
     dtype: of the computation; the cache may have another.
 
   Returns:
-    ([B, S, D] in `dtype`, the caches with the new tokens).
+    ([B, S, D] in `dtype`, the caches with the new tokens), or those of the
+    prompts, [B, H, S, E] in `dtype`.
   """
   chex.assert_rank([tokens, positions], 2)
+  one_by_one = mask is not None and mask.ndim == 2 and tokens.shape[1] == 1
+  if config.sliding_window and mask is not None and not one_by_one:
+    raise ValueError(
+      f'{tokens.shape[1]} tokens a row and a mask of rank {mask.ndim}, with'
+      ' sliding windows: expected one token a row, and counts [B, 1]'
+    )
   table = _rope_table(config, positions, dtype)
-  rows = jnp.arange(tokens.shape[0])[:, None, None]  # B 1 1
-  heads = jnp.arange(config.num_kv_heads)[None, None]  # 1 1 H
-
-  def write(cache, new):  # [B, S, H, E] into [B, H, C, E]
-    new = new.astype(cache.dtype)
-    if places is None:
-      new = jnp.moveaxis(new, 1, 2)
-      return jax.lax.dynamic_update_slice(cache, new, (0, 0, 0, 0))
-    return cache.at[rows, heads, places[:, :, None]].set(new, mode='drop')
-
   x = params['embed'][tokens].astype(dtype)  # B S D
   all_keys, all_values = [], []
   for layer, weights in enumerate(unstack(params)['layers']):
     weights = _cast(weights, dtype)
+    window = config.windows[layer]
     q, k, v = _project(x, weights, config, table)
-    keys, values = write(cache_keys[layer], k), write(cache_values[layer], v)
+    if cache_keys is None:
+      keys, values = (jnp.moveaxis(x, 1, 2) for x in (k, v))
+    else:
+      cached = cache_keys[layer], cache_values[layer]
+      keys, values = _write(*cached, k, v, places, window > 0, turned)
     shared = prefix and tuple(a.astype(dtype) for a in prefix[layer])
+    sees, prefix_seen = mask, None
+    if window:
+      if mask is not None:
+        sees = jnp.minimum(mask, values.shape[2])
+      if prefix:
+        begin = shared[0].shape[1]
+        prefix_seen = window - 1 - (positions - begin)
+        # No token behind the prefix sees more of it.
+        shared = tuple(a[:, max(begin - window, 0) :] for a in shared)
     out = attention.attend(
-      q, keys.astype(dtype), values.astype(dtype), mask, prefix=shared
-    )
+      q, keys.astype(dtype), values.astype(dtype), sees,
+      prefix=shared, prefix_seen=prefix_seen, window=window, turned=turned,
+    )  # fmt: skip
     x = _finish(x, out, weights, config)
     all_keys.append(keys)
     all_values.append(values)
@@ -178,11 +214,35 @@ def hidden_cached(
   return hidden_states, tuple(all_keys), tuple(all_values)
 
 
+def _write(cache_keys, cache_values, k, v, places, sliding, turned):
+  """New keys and values [B, S, H, E] into a layer's cache."""
+  if sliding:
+    ring = places % cache_values.shape[2]
+    places = jnp.where(places == NOWHERE, NOWHERE, ring)
+  rows = jnp.arange(k.shape[0])[:, None, None]  # B 1 1
+  heads = jnp.arange(k.shape[2])[None, None]  # 1 1 H
+  at = places[:, :, None]
+  if turned:
+    at_keys = cache_keys.at[rows, heads, :, at]
+  else:
+    at_keys = cache_keys.at[rows, heads, at]
+  return (
+    at_keys.set(k.astype(cache_keys.dtype), mode='drop'),
+    cache_values.at[rows, heads, at].set(
+      v.astype(cache_values.dtype), mode='drop'
+    ),
+  )
+
+
 def unstack(params: PyTree) -> PyTree:
-  """The same parameters with a tuple of G layers in place of stacked ones."""
-  stacked = params['layers']
-  if isinstance(stacked, tuple):
+  """The same parameters with a tuple of G layers in place of stacked ones.
+
+  Adapters are merged.
+  """
+  if isinstance(params['layers'], tuple):
     return params
+  params = lora.merge(params)
+  stacked = params['layers']
   of = lambda layer: jax.tree.map(lambda w: w[layer], stacked)
   count = len(stacked['attention_norm'])
   return params | {'layers': tuple(of(i) for i in range(count))}
@@ -232,9 +292,11 @@ def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
   """The same model for decoding: fewer, larger products per token.
 
   q, k and v become one matrix, gate and up another, a tied embedding gets a
-  copy [D, V] as the head, and layers are unstacked.  Computed once per weight
-  update, outside the decode loop.  Only `hidden_cached` and `logits` read it.
+  copy [D, V] as the head, adapters are merged, and layers are unstacked.
+  Computed once per weight update, outside the decode loop.  Only
+  `hidden_cached` and `logits` read it.
   """
+  params = lora.merge(params)
   block, heads = params['layers'], params['layers']['attention']
   mlp = block['mlp']
   flat = lambda *ws: jnp.concatenate(
@@ -300,6 +362,14 @@ def _split(x, mesh):
 
 def _cast(weights: PyTree, dtype: Any) -> PyTree:
   return jax.tree.map(lambda w: w.astype(dtype), weights)
+
+
+def _windows(config) -> Array | None:
+  """[G] int32, for one program of all layers; None where none slides."""
+  if not config.sliding_window:
+    return None
+  everything = jnp.iinfo(jnp.int32).max
+  return jnp.array([w or everything for w in config.windows], jnp.int32)
 
 
 def _rope_table(config, positions, dtype):
@@ -442,3 +512,15 @@ def _value_head(config: config_lib.ModelConfig) -> PyTree:
 
 
 HEADS = {'policy': _policy_head, 'value': _value_head}
+
+# Rematerialisation: the checkpoint policy of a block.
+REMAT = {
+  'none': jax.checkpoint_policies.save_only_these_names(*_KEPT),
+  'block': None,
+  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=list(_KEPT),
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
+}

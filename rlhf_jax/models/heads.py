@@ -27,7 +27,7 @@ def score(
   reference: tuple[PyTree, Array] | None = None,
   keep_states: bool = False,
   head_chunk: int = 2048,
-  remat: bool = False,
+  remat: str = 'none',
   dtype: Any = jnp.float32,
 ) -> types.Scores:
   """Log-probs (and more) of the targets, or values with a critic's params.
@@ -50,7 +50,7 @@ def score(
       KL(policy, reference) over the vocabulary, both tempered.
     keep_states: also return the hidden states, for `reference`.
     head_chunk: places whose logits exist at a time, over all R rows.
-    remat: recompute the blocks in the backward pass.
+    remat: what is kept for the backward pass, see `decoder.hidden`.
     dtype: of the computation; the results are in at least float32.
 
   Returns:
@@ -138,7 +138,7 @@ def token_scores(
   mesh = rules.mesh_of(states, head[0])
   split = rules.parts(mesh, 'rows'), rules.parts(mesh, 'places')
   if any(size % n for size, n in zip(targets.shape, split)):
-    mesh, split = None, (1, 1)
+    split = 1, 1
   length = targets.shape[1] // split[1]
   width = head_chunk // (targets.shape[0] * split[1])
   scores = functools.partial(
@@ -147,6 +147,8 @@ def token_scores(
     width=min(max(width, 1), length),
     asked=dict(entropy=entropy, sum_squares=sum_squares),
   )
+  if split == (1, 1):
+    mesh = None
   weights = [weight for weight, _ in heads]
   places = states, other_states, targets, mask, temperature
   if mesh is None:

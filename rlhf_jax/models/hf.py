@@ -159,20 +159,33 @@ def export(
       read()
     return
   dtype = np.dtype(dtype or params['embed'].dtype)
-  temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-  shutil.rmtree(temporary, ignore_errors=True)
-  temporary.mkdir(parents=True)
-  try:
-    _write_json(
+  with new_folder(path) as temporary:
+    write_json(
       temporary / 'config.json', _hf_config(config, head, tokenizer, dtype)
     )
     _write_weights(temporary, specs, params, dtype, max_shard_bytes)
     if tokenizer is not None:
       tokenizer.save_pretrained(temporary)
-      _write_json(temporary / 'generation_config.json', _special_ids(tokenizer))
+      write_json(temporary / 'generation_config.json', _special_ids(tokenizer))
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """A folder to write in, which gets the name `path` when all is written."""
+  path = pathlib.Path(path).expanduser()
+  temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+  shutil.rmtree(temporary, ignore_errors=True)
+  temporary.mkdir(parents=True)
+  try:
+    yield temporary
     _replace(path, temporary)
   finally:
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+  """Writes JSON as Hugging Face's libraries lay it out."""
+  path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')
 
 
 class _Reader:
@@ -340,13 +353,9 @@ def _write_weights(path, specs, params, dtype, max_shard_bytes) -> None:
       for file, shard in zip(files, shards, strict=True)
       for name, _ in shard
     }
-    _write_json(
+    write_json(
       path / _INDEX, {'metadata': {'total_size': total}, 'weight_map': names}
     )
-
-
-def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-  path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')
 
 
 def _replace(path: pathlib.Path, new: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.models import config as config_lib
+from rlhf_jax.models import lora
 
 Array = jax.Array
 
@@ -44,10 +45,15 @@ def mlp(x: Array, weights: dict[str, Array]) -> Array:
 def dense(x: Array, weights: dict[str, Array], name: str) -> Array:
   """x weights[name] (+ weights[name + '_bias']): [..., D] -> [..., F].
 
-  The weight is [D, ...]; its other axes become one, F.
+  The weight is [D, ...]; its other axes become one, F.  With adapters, whose
+  B has the scale in it (see `lora`), + (x A) B.
   """
   weight = weights[name].reshape(x.shape[-1], -1)
   y = matmul(x, weight)
+  if name + lora.A in weights:
+    a = weights[name + lora.A].reshape(x.shape[-1], -1)
+    b = weights[name + lora.B].reshape(a.shape[-1], -1)
+    y += matmul(matmul(x, a), b)
   bias = weights.get(f'{name}_bias')
   return y if bias is None else y + _like(bias.reshape(-1), y)
 

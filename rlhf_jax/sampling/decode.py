@@ -52,6 +52,8 @@ def empty(
   max_new_tokens: int,
   sizes: tuple[int, int],
   dtype: jnp.dtype,
+  *,
+  turned: bool = False,
 ) -> State:
   """Slots without sequences.
 
@@ -62,11 +64,12 @@ def empty(
     max_new_tokens: R.
     sizes: stop ids and biases that a sequence can have.
     dtype: of the cache.
+    turned: see `cache.Cache`.
   """
   whole = lambda *shape: jnp.zeros((slots, *shape), jnp.int32)
   real = lambda *shape: jnp.zeros((slots, *shape), jnp.float32)
   return State(
-    cache=cache_lib.zeros(config, slots, places, dtype),
+    cache=cache_lib.zeros(config, slots, places, dtype, turned=turned),
     request=pick.Request(
       address=whole(),
       temperature=real(),
@@ -100,16 +103,12 @@ def prefix_cache(
 ) -> Prefix:
   """Keys and values of the tokens [P] that all prompts share."""
   count = prefix.shape[0]
-  cache = cache_lib.zeros(config, 1, count, dtype)
   _, keys, values = decoder.hidden_cached(
     params,
     config,
     prefix[None],
     jnp.arange(count)[None],
-    cache.keys,
-    cache.values,
-    None,
-    None,
+    *_NO_CACHE,
     dtype=dtype,
   )
   return tuple((k[0], v[0]) for k, v in zip(keys, values))
@@ -135,26 +134,21 @@ def prefill(
     config: of the model.
     dtype: of the computation and the cache.
   """
-  batch, width = suffixes.shape
   begin = 0 if prefix is None else prefix[0][0].shape[1]
-  cache = cache_lib.zeros(config, batch, width, dtype)
-  positions = jnp.broadcast_to(begin + jnp.arange(width)[None], suffixes.shape)
+  positions = begin + jnp.arange(suffixes.shape[1])[None]
   hidden, keys, values = decoder.hidden_cached(
     params,
     config,
     suffixes,
-    positions,
-    cache.keys,
-    cache.values,
-    None,
-    None,
+    jnp.broadcast_to(positions, suffixes.shape),
+    *_NO_CACHE,
     prefix=prefix,
     dtype=dtype,
   )
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   return Prefilled(
     logits=decoder.logits(params, config, last[:, 0]),
-    cache=cache_lib.Cache(keys=keys, values=values),
+    cache=cache_lib.from_prompts(keys, values, lengths, config.windows),
   )
 
 
@@ -230,7 +224,6 @@ def advance(
     dtype: of the computation and the cache.
   """
   begin = 0 if prefix is None else prefix[0][0].shape[1]
-  places = state.cache.places
 
   def body(carry):
     step, state = carry
@@ -243,14 +236,14 @@ def advance(
       at[:, None],
       state.cache.keys,
       state.cache.values,
-      # Slots that are done write to a place that does not exist.
-      jnp.where(state.done, places, own)[:, None],
+      jnp.where(state.done, decoder.NOWHERE, own)[:, None],
       own[:, None] + 1,  # places that it sees
       prefix=prefix,
+      turned=state.cache.turned,
       dtype=dtype,
     )
     logits = decoder.logits(params, config, hidden[:, 0])
-    state = state.replace(cache=cache_lib.Cache(keys=keys, values=values))
+    state = state.replace(cache=state.cache.replace(keys=keys, values=values))
     return step + 1, append(state, logits, key)
 
   def unfinished(carry):
@@ -308,5 +301,8 @@ def _ends(tokens, counts, request):
   stopped = jnp.any(tokens[:, None] == request.stop_ids, axis=1)
   return stopped | (counts >= request.max_new_tokens), stopped
 
+
+# Keys, values, places and mask of `decoder.hidden_cached` for prompts.
+_NO_CACHE = (None,) * 4
 
 PROGRAMS = (prefix_cache, prefill, insert, advance, release, grow, keep)

@@ -22,6 +22,7 @@ from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import pick
 from rlhf_jax.sampling import schedule
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 
 # Sequences that `decode.insert` begins in one call, at most.
@@ -39,6 +40,7 @@ class Shape:
   chunk: int = 64  # tokens a sequence between two looks of the host
   max_stop_ids: int = 16  # per sequence
   max_biases: int = 16  # per sequence
+  prompt_sizes: int = 3  # widths that prompts are padded to, at most
 
   @property
   def width(self) -> int:
@@ -66,11 +68,11 @@ def relayout_program(
 
   Layers are unstacked.  Where heads are not split over devices, the products
   of a layer that read the same input are fused into one (`decoder.fuse`), which
-  small batches need.
+  small batches need.  Adapters are merged, see `lora.merge`.
 
   Args:
     mesh: of the rollout.
-    specs: of the parameters.
+    specs: of the model, without adapters.
     dtype: of the rollout.
   """
   if mesh.shape['tensor'] == 1:
@@ -89,7 +91,7 @@ def relayout_program(
   )
   shardings = shardings | {'layers': (of_layer,) * count}
   return jax.jit(
-    lambda params: decoder.unstack(tree.cast(params, dtype)),
+    lambda params: tree.cast(decoder.unstack(params), dtype),
     out_shardings=shardings,
   )
 
@@ -217,7 +219,7 @@ def stream(
   """
   samples, groups = shape.samples_per_prompt, mesh_lib.rollout_groups(mesh)
   lengths = _lengths(prompts, shape)
-  requests = _requests(
+  asked = requests(
     len(prompts) * samples, shape,
     stop_ids=stop_ids, temperature=temperature, top_k=top_k, top_p=top_p,
     min_p=min_p, min_new_tokens=min_new_tokens, max_new_tokens=max_new_tokens,
@@ -226,7 +228,7 @@ def stream(
   prefix = _usable_prefix(prefix, prompts)
   sizes = _buckets(shape, len(prefix), groups)
   return _Rollout(
-    params, prompts, lengths, requests, key, prefix,
+    params, prompts, lengths, asked, key, prefix,
     config=config, mesh=mesh, shape=shape, sizes=sizes, dtype=dtype,
     find_stop=find_stop, whole=whole,
   ).run()  # fmt: skip
@@ -260,7 +262,7 @@ class _Rollout:
     self.counts = np.zeros(slots, np.int64)  # tokens it has drawn
     width = max(width for width, _ in self.calls)
     places = schedule.fitting(width + 1, sizes.places)
-    self.state = _empty(mesh, shape, slots, places, **self.options)
+    self.state = empty_slots(mesh, shape, slots, places, **self.options)
 
   def run(self) -> Iterator[list[Piece]]:
     """Fills slots, decodes, reads, until nothing is left."""
@@ -385,7 +387,7 @@ class _Rollout:
   def _collect(self) -> list[Piece]:
     """Reads what the slots have drawn; frees those that are done."""
     state = self.state
-    done, stopped, counts = jax.device_get(
+    done, stopped, counts = multihost.fetch(
       (state.done, state.stopped, state.counts)
     )
     self.counts = counts.astype(np.int64)
@@ -394,7 +396,7 @@ class _Rollout:
     look = active if self.find_stop or not self.whole else active & done
     if not look.any():
       return []
-    tokens, logprobs, drawn = jax.device_get(
+    tokens, logprobs, drawn = multihost.fetch(
       (state.tokens, state.logprobs, state.drawn_logprobs)
     )
     pieces, cut = [], np.zeros(len(self.owner), bool)
@@ -442,11 +444,13 @@ def memory(
   """
   sizes = _buckets(shape, prefix_length, data_groups)
   slots, width = sizes.slots[-1], sizes.widths[-1]
-  of = functools.partial(cache_lib.nbytes, config, dtype=dtype)
+  of = functools.partial(cache_lib.nbytes, dtype=dtype)
+  # A prefix has all places in every layer.
+  full = dataclasses.replace(config, sliding_window=0, sliding_layers=())
   return (
-    of(slots, sizes.places[-1])
-    + of(schedule.prefill_rows(width, slots, data_groups), width)
-    + of(1, prefix_length)
+    of(config, slots, sizes.places[-1])
+    + of(config, schedule.prefill_rows(width, slots, data_groups), width)
+    + of(full, 1, prefix_length)
   )
 
 
@@ -488,7 +492,7 @@ def warm_up(
     )
   most = min(INSERT, sizes.slots[-1])
   nothing = np.zeros(most, np.int32)
-  asked = _requests(most, shape)
+  asked = requests(most, shape)
   for width in sizes.widths:
     rows = schedule.prefill_rows(width, sizes.slots[-1], groups)
     blank = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
@@ -497,9 +501,9 @@ def warm_up(
     )
     for slots in sizes.slots:
       for places in sizes.places:
-        if places < width:
+        if places <= width:  # a rollout begins with one place more
           continue
-        state = _empty(mesh, shape, slots, places, **options)
+        state = empty_slots(mesh, shape, slots, places, **options)
         state = decode.insert(
           state, prefilled, nothing, nothing + slots, asked, nothing + 1, key,
           np.int32(0),
@@ -584,7 +588,7 @@ def ahead(
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   n = sizes.inserted
   asked = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _requests(n, shape)
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), requests(n, shape)
   )
   of_prompts = lambda *shape: jax.ShapeDtypeStruct(
     shape,
@@ -598,7 +602,7 @@ def ahead(
       (policy(done), whole(len(prefix))), options,
     )  # fmt: skip
   for name, places in (('less', sizes.smaller_places), ('empty', sizes.places)):
-    yield name, _empty, lambda done, places=places: (
+    yield name, empty_slots, lambda done, places=places: (
       (mesh, shape, sizes.slots, places), options,
     )  # fmt: skip
   yield 'prefill', decode.prefill, lambda done: (
@@ -627,7 +631,7 @@ def programs() -> int:
 def _buckets(shape, prefix_length, data_groups):
   widest = shape.max_prompt_tokens - prefix_length
   return schedule.buckets(
-    widest, shape.max_new_tokens, shape.slots, data_groups
+    widest, shape.max_new_tokens, shape.slots, data_groups, shape.prompt_sizes
   )
 
 
@@ -635,11 +639,29 @@ def _buckets(shape, prefix_length, data_groups):
   jax.jit,
   static_argnames=('mesh', 'shape', 'slots', 'places', 'config', 'dtype'),
 )
-def _empty(mesh, shape, slots, places, *, config, dtype) -> decode.State:
-  """Slots without sequences, split over the mesh."""
+def empty_slots(
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  slots: int,
+  places: int,
+  *,
+  config: model_config.ModelConfig,
+  dtype: jnp.dtype,
+) -> decode.State:
+  """Slots without sequences, split over the mesh.
+
+  Args:
+    mesh: of the rollout.
+    shape: of the rollout, for what is not said by the next two.
+    slots: S.
+    places: C, cache places per slot.
+    config: of the model.
+    dtype: of the cache.
+  """
   state = decode.empty(
     config, slots, places, shape.max_new_tokens,
     (shape.max_stop_ids, shape.max_biases), dtype,
+    turned=cache_lib.turned(mesh),
   )  # fmt: skip
   axes = lambda x: ('rows',) + (None,) * (x.ndim - 1)
   place = lambda x, axes: jax.lax.with_sharding_constraint(
@@ -671,7 +693,7 @@ def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
   return lengths
 
 
-def _requests(
+def requests(
   count: int,
   shape: Shape,
   *,
@@ -685,7 +707,7 @@ def _requests(
   bias=(),
   seeds=None,
 ) -> pick.Request:
-  """Checks the numbers and spreads them over the sequences."""
+  """What `count` sequences ask for; keywords and errors as of `stream`."""
   if max_new_tokens is None:
     max_new_tokens = shape.max_new_tokens
   whole = functools.partial(_spread, count=count, dtype=np.int32)

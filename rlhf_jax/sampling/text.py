@@ -1,6 +1,7 @@
 """Text in, text out: asks a policy and gives its answers as they come."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import itertools
 import math
@@ -22,8 +23,8 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 # Tokens a sequence between two looks of the host: few where somebody reads.
 STREAM_CHUNK, CHUNK = 4, 64
-# Prompts get room for so many tokens at least; a conversation would otherwise
-# need new programs as it grows.
+# Prompts get room for so many tokens at least; a conversation needs others
+# whenever it has doubled, see `Sampler.prepare`.
 CONVERSATION_TOKENS, PROMPT_TOKENS = 256, 32
 DEFAULT_NEW_TOKENS = 256
 
@@ -113,6 +114,8 @@ class Sampler:
     }
     self.mesh = mesh_lib.make(devices=jax.devices()[: settings.slots])
     self._params = None
+    self._thread = futures.ThreadPoolExecutor(1)
+    self._prepared: dict[engine.Shape, futures.Future[int]] = {}
     if settings.conversation:
       self.encode('Hello')
 
@@ -144,6 +147,20 @@ class Sampler:
       system=self._system,
       prompt_format=self._format if isinstance(prompt, str) else chat_lib.SLOT,
     )
+    return self.fitting(ids)
+
+  def between(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
+    """See `chat.between`."""
+    return chat_lib.between(
+      messages, self.policy.tokenizer, system=self._system
+    )
+
+  def fitting(self, ids: Sequence[int]) -> np.ndarray:
+    """A prompt as an array, [P] int32.
+
+    Raises:
+      ValueError: it leaves no room for the answer.
+    """
     settings = self.settings
     wanted = max(settings.min_new_tokens, 1)
     if not settings.conversation:
@@ -166,7 +183,8 @@ class Sampler:
       seeds: one for each answer, see `sequence_seeds`.
       whole: give answers that have ended only, in one piece each.
     """
-    settings, shape = self.settings, self._shape(prompts, whole)
+    longest = max(len(ids) for ids in prompts)
+    settings, shape = self.settings, self._shape(longest, len(prompts), whole)
     room = self.positions - np.array([len(ids) for ids in prompts])
     limits = np.minimum(shape.max_new_tokens, room).repeat(settings.samples)
     find_stop = None
@@ -238,10 +256,8 @@ class Sampler:
 
   def text(self, answer: Answer) -> str:
     """The text of an answer, without the stop string that ended it."""
-    tokenizer = self.policy.tokenizer
-    if self.stop and answer.finish == 'stop':
-      return tokenizer_lib.before_stop(tokenizer, answer.ids, self.stop)
-    return tokenizer_lib.decode(tokenizer, answer.ids)
+    strings = self.stop if answer.finish == 'stop' else ()
+    return tokenizer_lib.text(self.policy.tokenizer, answer.ids, strings)
 
   def describe(self) -> str:
     """The model and where it runs, in one line."""
@@ -253,10 +269,27 @@ class Sampler:
       f' on {len(devices)} x {devices[0].device_kind}'
     )
 
-  def _shape(self, prompts: Sequence[np.ndarray], whole: bool) -> engine.Shape:
+  def prepare(self, tokens: int) -> None:
+    """Begins to compile what a turn of so many tokens needs, see `wait`.
+
+    It goes on in a thread, while a person reads and types.
+    """
+    shape = self._shape(min(tokens, self.positions), 1, whole=False)
+    if shape in self._prepared:
+      return
+    self._prepared[shape] = self._thread.submit(
+      engine.warm_up, self._params, config=self.policy.config, mesh=self.mesh,
+      shape=shape, dtype=self.dtype,
+    )  # fmt: skip
+
+  def wait(self) -> None:
+    """Waits for what `prepare` has begun."""
+    for compiling in self._prepared.values():
+      compiling.result()
+
+  def _shape(self, longest: int, count: int, whole: bool) -> engine.Shape:
     """Sizes that many calls have in common: each is compiled."""
     settings = self.settings
-    longest = max(len(ids) for ids in prompts)
     least = CONVERSATION_TOKENS if settings.conversation else PROMPT_TOKENS
     bucket = max(1 << (longest - 1).bit_length(), least)
     new_tokens = settings.max_new_tokens
@@ -265,11 +298,14 @@ class Sampler:
     return engine.Shape(
       max_prompt_tokens=min(bucket, self.positions),
       max_new_tokens=min(new_tokens, self.positions),
-      slots=min(settings.slots, len(prompts) * settings.samples),
+      slots=min(settings.slots, count * settings.samples),
       samples_per_prompt=settings.samples,
       chunk=CHUNK if whole else STREAM_CHUNK,
       max_stop_ids=max(16, len(self.policy.stop_ids)),
       max_biases=max(16, len(self._bias)),
+      # A conversation grows out of the smaller ones, and somebody would wait
+      # for them to be compiled.
+      prompt_sizes=1 if settings.conversation else 3,
     )
 
 

@@ -12,7 +12,7 @@ the whole mesh, `own_rows` takes the island's part out again.  Small things
 (numbers, events) travel as objects, by `gather`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import pickle
@@ -41,19 +41,71 @@ class Islands:
   # The process that speaks for each island.
   leaders: tuple[int, ...]
 
+  @property
+  def shared(self) -> bool:
+    """Whether an island has several processes, which must act alike."""
+    processes = {d.process_index for d in self.mesh.devices.flat}
+    return len(self.leaders) < len(processes)
 
-def islands(mesh: Mesh, *, whole: bool = False) -> Islands:
+
+def set_aside(
+  devices: Sequence[jax.Device], count: int
+) -> tuple[list[jax.Device], list[jax.Device]]:
+  """Devices for training, and the last `count` of each process for rollouts.
+
+  Raises:
+    ValueError: a process has no more than `count` devices.
+  """
+  training, rollout = [], []
+  for process in sorted({d.process_index for d in devices}):
+    own = [d for d in devices if d.process_index == process]
+    if not 0 <= count < len(own):
+      raise ValueError(
+        f'rollout.devices={count} of each process, but process {process} has'
+        f' {len(own)} devices and must keep one for training'
+      )
+    training += own[: len(own) - count]
+    rollout += own[len(own) - count :]
+  return training, rollout
+
+
+def islands(
+  mesh: Mesh, *, whole: bool = False, rollout: Sequence[jax.Device] = ()
+) -> Islands:
   """Divides a mesh into islands of whole data groups.
 
   Args:
-    mesh: over devices of all processes.
+    mesh: of training, over devices of all processes.
     whole: the whole job is one island: a model that one process cannot hold
       samples on all devices together.
+    rollout: devices of all processes on which nothing but the rollout runs, as
+      `set_aside` returns them; none: it runs on those of training.
 
   Raises:
     ValueError: processes cannot be told apart into islands of equal size; the
       message says which processes hold which data group.
   """
+  here = _islands(mesh, whole)
+  if not rollout:
+    return here
+  if whole or len(here.leaders) != len({d.process_index for d in rollout}):
+    raise ValueError(
+      'rollout.devices needs islands of one process each: set'
+      ' rollout.whole_mesh to False, and mesh.tensor x mesh.context so that a'
+      ' process has whole data groups'
+    )
+  own = [d for d in rollout if d.process_index == jax.process_index()]
+  tensor = mesh.shape['tensor']
+  if len(own) % tensor:
+    raise ValueError(
+      f'rollout.devices={len(own)} must be a multiple of mesh.tensor={tensor}'
+    )
+  return dataclasses.replace(
+    here, rollout=mesh_lib.make(len(own) // tensor, 1, tensor, devices=own)
+  )
+
+
+def _islands(mesh: Mesh, whole: bool) -> Islands:
   groups = mesh.devices.reshape(mesh_lib.data_groups(mesh), -1)
   processes = [tuple(sorted({d.process_index for d in row})) for row in groups]
   if whole or len(set(processes)) == 1:
@@ -206,7 +258,7 @@ def from_leader(here: Islands, make: Callable[[], Any]) -> Any:
   What is not a function of the island's data alone (a reward that calls a
   service, a time limit) then cannot set its processes apart.
   """
-  if len(here.leaders) == jax.process_count():
+  if not here.shared:
     return make()
   leads = jax.process_index() == here.leaders[here.index]
   return gather(here, make() if leads else None)[here.index]

@@ -38,6 +38,10 @@ ROLLOUT: Rules = TRAINING | {
   'attended_heads': ('tensor',),
 }
 
+# Memory kinds of JAX: where an array lives on its device's machine.
+DEVICE = 'device'
+HOST = 'pinned_host'
+
 
 def sharding(
   mesh: Mesh,
@@ -270,10 +274,48 @@ def like_params(mesh: Mesh, tree, param_shardings) -> types.PyTree:
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
+def has_host_memory(mesh: Mesh) -> bool:
+  """Whether the devices of a mesh can keep arrays in pinned host memory.
+
+  True on CPUs too, where it is the same memory and nothing is saved, and for
+  devices that one only compiles for: those list no memories.
+  """
+  listed = [device.addressable_memories() for device in mesh.devices.flat]
+  return all(
+    HOST in {memory.kind for memory in memories}
+    for memories in listed
+    if memories
+  )
+
+
+def in_host(tree: types.PyTree) -> types.PyTree:
+  """The same shardings in pinned host memory; those of scalars are kept.
+
+  Args:
+    tree: of `jax.ShapeDtypeStruct`s with shardings, or of arrays.
+
+  Returns:
+    A tree of shardings.
+  """
+  # XLA cannot place a replicated scalar on the host, and it saves nothing.
+  return jax.tree.map(
+    lambda x: x.sharding.with_memory_kind(HOST) if x.ndim else x.sharding, tree
+  )
+
+
+def on_device(tree: types.PyTree) -> types.PyTree:
+  """The arrays in device memory; those that are there are not copied."""
+  shardings = jax.tree.map(lambda x: x.sharding, tree)
+  if {s.memory_kind for s in jax.tree.leaves(shardings)} <= {DEVICE}:
+    return tree
+  there = jax.tree.map(lambda s: s.with_memory_kind(DEVICE), shardings)
+  return jax.device_put(tree, there)
+
+
 def rows_sharding(
   mesh: Mesh, shape: tuple[int, ...], rules: Rules = TRAINING
 ) -> NamedSharding:
-  """Of an array [R] or [R, L, ...] that is split over its rows and places."""
+  """Of an array [R], [R, L, ...] that is split into parts of rows."""
   axes = ('rows', 'places')[: len(shape)] + (None,) * (len(shape) - 2)
   return sharding(mesh, axes, shape, rules)
 

@@ -3,10 +3,17 @@
 import difflib
 import math
 
+import jax
 from ml_collections import ConfigDict
 
 from rlhf_jax import optim
 from rlhf_jax.algorithms import aggregation
+from rlhf_jax.models import config as model_config
+from rlhf_jax.models import decoder
+from rlhf_jax.models import lora as lora_lib
+from rlhf_jax.models import peft
+from rlhf_jax.sharding import multihost
+from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import workdir
 
@@ -89,6 +96,50 @@ def rewards(config: ConfigDict) -> ConfigDict:
   return config.rewards
 
 
+def placement(config: ConfigDict, islands: multihost.Islands) -> None:
+  """Refuses a rollout that has no place to run, or that nothing corrects.
+
+  Args:
+    config: of the stage.
+    islands: of the job.
+
+  Raises:
+    ValueError: says which keys do not go together.
+  """
+  rollout, algorithm = config.rollout, config.algorithm
+  ahead = rollout.staleness > 0
+  corrected = algorithm.importance.level != 'off' or rollout.logprobs == 'reuse'
+  dynamic = algorithm.dynamic_sampling.rounds > 0
+  several = islands.count > 1
+  for wrong, message in (
+    (
+      rollout.staleness < 0,
+      f'rollout.staleness={rollout.staleness} must be 0 or more steps',
+    ),
+    (
+      ahead != (rollout.devices > 0),
+      f'rollout.staleness={rollout.staleness} with'
+      f' rollout.devices={rollout.devices}: a rollout that runs ahead needs'
+      ' devices of its own, and devices of its own stand idle unless it does;'
+      ' set both, or both to 0',
+    ),
+    (
+      ahead and not corrected,
+      f'rollout.staleness={rollout.staleness} trains on samples of an older'
+      " policy: set algorithm.importance.level to 'token' or 'sequence', or"
+      " rollout.logprobs to 'reuse'",
+    ),
+    (
+      dynamic and several and (ahead or islands.shared),
+      'algorithm.dynamic_sampling makes processes agree in the middle of a'
+      ' rollout, which they cannot do here: set rounds to 0, or staleness to 0'
+      ' with one process per island',
+    ),
+  ):
+    if wrong:
+      raise ValueError(message)
+
+
 def common(
   config: ConfigDict, trainer: str, named: dict, val_sources: set[str]
 ) -> None:
@@ -146,6 +197,16 @@ def common(
     if not ok:
       value = workdir.flatten(config)[key]
       raise ValueError(f'{key}={value} must be {wanted}')
+  for key, value, choices in (
+    ('model.remat', config.model.remat, decoder.REMAT),
+    (
+      'training.gradient_dtype',
+      config.training.gradient_dtype,
+      ('float32', 'bfloat16'),
+    ),
+  ):
+    if value not in choices:
+      raise ValueError(f'{key}={value!r} is not one of {sorted(choices)}')
   if config.algorithm.aggregation not in aggregation.MODES:
     raise ValueError(
       f'algorithm.aggregation={config.algorithm.aggregation!r} is not one of'
@@ -166,6 +227,62 @@ def common(
     raise ValueError(
       f'evaluation.best_metric={best!r} is not measured; one of {sorted(known)}'
     )
+
+
+def lora(config: ConfigDict, model: model_config.ModelConfig) -> None:
+  """Refuses adapters that could not train, or settings that nothing reads.
+
+  Args:
+    config: of the stage.
+    model: its architecture.
+
+  Raises:
+    ValueError: says which key, and what it may be.
+  """
+  section = config.model.lora
+  if section.rank == 0:
+    for key, default in LORA_DEFAULTS.items():
+      if section[key] != default:
+        raise ValueError(
+          f'model.lora.{key}={section[key]!r} would change nothing with'
+          ' model.lora.rank=0: set a rank, or leave it at its default'
+          f' {default!r}'
+        )
+    return
+  for wrong, message in (
+    (
+      section.rank < 0,
+      f'model.lora.rank={section.rank} must be 0 (off: all parameters'
+      ' train) or more',
+    ),
+    (
+      section.alpha is not None
+      and not (section.alpha > 0 and math.isfinite(section.alpha)),
+      f'model.lora.alpha={section.alpha} must be more than 0, or unset for the'
+      ' rank',
+    ),
+    (
+      not config.model.path,
+      f'model.lora.rank={section.rank} without model.path: adapters change a'
+      ' trained model, and here is none; set model.path, or rank to 0',
+    ),
+    (
+      config.offload.reference,
+      'offload.reference with model.lora.rank: the reference is the model under'
+      ' the adapters, which the actor needs on the devices; set it to False',
+    ),
+  ):
+    if wrong:
+      raise ValueError(message)
+  try:
+    table = lora_lib.specs(decoder.specs(model), section.rank, section.targets)
+  except ValueError as error:
+    raise ValueError(f'model.lora.targets: {error}') from error
+  if section.path:
+    try:
+      peft.check(section.path, table, rank=section.rank, alpha=section.alpha)
+    except ValueError as error:
+      raise ValueError(f'model.lora: {error}') from error
 
 
 def optimizers(
@@ -203,6 +320,11 @@ def optimizers(
         raise ValueError(
           f'{role}.optimizer.{key}={optimizer[key]} must be {wanted}'
         )
+    if optimizer.moments_dtype not in optim.MOMENTS:
+      raise ValueError(
+        f'{role}.optimizer.moments_dtype={optimizer.moments_dtype!r} is not one'
+        f' of {sorted(optim.MOMENTS)}'
+      )
     try:
       optim.schedule(
         optimizer.learning_rate,
@@ -213,6 +335,24 @@ def optimizers(
       )
     except ValueError as error:
       raise ValueError(f'{role}: {error}') from error
+
+
+def memory_notes(config: ConfigDict, mesh: jax.sharding.Mesh) -> list[str]:
+  """What becomes of `config.offload` and of `model.remat` on these devices."""
+  asked = [f'offload.{name}' for name, on in config.offload.items() if on]
+  if config.model.remat == 'offload':
+    asked.append("model.remat='offload'")
+  if not asked:
+    return []
+  names, platform = ', '.join(asked), mesh.devices.flat[0].platform
+  if not rules.has_host_memory(mesh):
+    return [
+      f'{names}: {platform} devices have no {rules.HOST} memory here;'
+      ' everything stays on the devices'
+    ]
+  if platform == 'cpu':
+    return [f'{names}: on CPUs host memory is the same memory; saves nothing']
+  return []
 
 
 def actor_updates(config: ConfigDict, numbers: arithmetic.Numbers) -> int:
@@ -237,13 +377,21 @@ OF_RUN = (
   'export',
   'mesh.',
   'model.architecture',
+  'model.lora.',
   'model.path',
   'name',
+  'rollout.devices',
+  'rollout.whole_mesh',
   'seed',
   'stages',
   'tensorboard',
   'tokenizer',
   'wandb',
+)
+
+# Of `config.model.lora`, with rank 0.
+LORA_DEFAULTS = dict(
+  path='', alpha=None, targets=(lora_lib.ALL_LINEAR,), base_dtype='auto'
 )
 
 # Names that an evaluation reports beside the rewards.

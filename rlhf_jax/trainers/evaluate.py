@@ -15,12 +15,23 @@ from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 
 
-def responses(rollout: types.Rollout, tokenizer) -> list[str]:
-  """The text of every response; special tokens (EOS) are left out."""
+def responses(
+  rollout: types.Rollout, tokenizer, stop_strings: Sequence[str] = ()
+) -> list[str]:
+  """The text of every response, as rewards and people read it.
+
+  Special tokens (EOS) are left out, and so is a stop string that ended it; the
+  token ids have both.
+  """
   return [
-    tokenizer_lib.decode(tokenizer, row[start:end])
-    for row, start, end in zip(
-      rollout.tokens, rollout.prompt_lengths, rollout.lengths
+    tokenizer_lib.text(
+      tokenizer, row[start:end], () if truncated else stop_strings
+    )
+    for row, start, end, truncated in zip(
+      rollout.tokens,
+      rollout.prompt_lengths,
+      rollout.lengths,
+      rollout.truncated,
     )
   ]
 
@@ -86,6 +97,7 @@ def evaluate(
   seed: int,
   stage: str,
   step: int,
+  stop_strings: Sequence[str] = (),
   samples: int = 4,
   timeout_s: float | None = None,
   default: float | None = None,
@@ -103,6 +115,7 @@ def evaluate(
     seed: of the run.
     stage: for the samples.
     step: for the samples.
+    stop_strings: those that `find_stop` of `generation` looks for.
     samples: responses to show.
     timeout_s: see `rewards.base.evaluate`.
     default: see `rewards.base.evaluate`.
@@ -123,7 +136,7 @@ def evaluate(
       temperature=0.0,
       **generation,
     )
-    texts = responses(rollout, tokenizer)
+    texts = responses(rollout, tokenizer, stop_strings)
     examples = [prompt.example for prompt in prompts_of(rollout, prompts)]
     result = multihost.from_leader(
       islands,

@@ -6,7 +6,6 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax import types
-from rlhf_jax.models import heads
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
 from rlhf_jax.trainers import experience as experience_lib
@@ -76,18 +75,17 @@ def measure(
   reference = actor = types.Scores()
   if plan.reference:
     with timings('ref'):
-      reference, _ = run('reference', stage.reference)
+      reference, _ = run('reference', stage.params('reference'))
   if plan.old_pass:
     exact = {}
     if plan.divergence:
-      head = heads.head_params(stage.reference)
-      exact['reference'] = (head, reference.states)
+      exact['reference'] = (stage.reference_head, reference.states)
     with timings('old_log_prob'):
       actor, _ = run('actor', stage.actor, **exact)
   values, after = nothing, np.zeros(len(nothing), np.float32)
   if plan.critic:
     with timings('values'):
-      scores, after = run('critic', stage.states['critic'].params)
+      scores, after = run('critic', stage.params('critic'))
       values = scores.values
   old = actor.logprobs
   if plan.reuse or plan.on_policy:

@@ -17,9 +17,12 @@ from rlhf_jax.data import tokenizer as tokenizer_lib
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
+from rlhf_jax.models import lora
 from rlhf_jax.models import spec
 from rlhf_jax.monitor import writers
 from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import setup as setup_lib
+from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import workdir as workdir_lib
 
 
@@ -106,6 +109,8 @@ def _of_run(folder: pathlib.Path, run: dict[str, Any]) -> Policy:
 def _of_checkpoint(folder, run, step: int) -> tuple[str, Policy]:
   """The stage in which a checkpoint was made, and its actor."""
   path = run['model']['path']
+  # Runs of older configs have none.
+  adapters = run['model'].get('lora', {'rank': 0})
   tokenizer = tokenizer_lib.load(run['tokenizer'] or path)
   stop_ids = _stop_ids(tokenizer)
   if path:
@@ -114,15 +119,38 @@ def _of_checkpoint(folder, run, step: int) -> tuple[str, Policy]:
   else:
     config = model_config.ModelConfig(**run['model']['architecture'])
   checkpoints = checkpoint.manager(folder, keep=1)
-  stage = checkpoint.restore_host(checkpoints, step)['stage']
+  host = checkpoint.restore_host(checkpoints, step)
   load = functools.partial(_restore, checkpoints, step, config)
-  return stage, Policy(
+  if adapters['rank']:
+    load = functools.partial(
+      _restore_adapters, checkpoints, step, config, adapters, host['base']
+    )
+  return host['stage'], Policy(
     f'{folder}, step {step}', config, tokenizer, stop_ids, load
   )
 
 
 def _restore(checkpoints, step, config, mesh, unused_dtype) -> types.PyTree:
-  specs = decoder.specs(config)
+  return _actor(checkpoints, step, decoder.specs(config), mesh)
+
+
+def _restore_adapters(
+  checkpoints, step, config, section, base, mesh, unused_dtype
+) -> types.PyTree:
+  """The adapters of a checkpoint with the model that they belong to."""
+  checkpoint.verify(base, 'the model under the adapters')
+  frozen = state_lib.frozen_params(
+    base['path'],
+    config,
+    mesh,
+    dtype=setup_lib.dtype(section['base_dtype']),
+    scale=lora.scale(section['alpha'], section['rank']),
+  )
+  specs = lora.specs(decoder.specs(config), section['rank'], section['targets'])
+  return lora.combine(frozen, _actor(checkpoints, step, specs, mesh))
+
+
+def _actor(checkpoints, step, specs, mesh) -> types.PyTree:
   params = checkpoint.abstract(
     spec.abstract(specs, jnp.float32), rules.params(mesh, specs)
   )

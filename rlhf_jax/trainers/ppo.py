@@ -14,14 +14,12 @@ import numpy as np
 
 from rlhf_jax import keys
 from rlhf_jax import metrics
-from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import flops
-from rlhf_jax.models import heads
-from rlhf_jax.planner import memory
+from rlhf_jax.planner import fit
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
@@ -29,6 +27,7 @@ from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
+from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import rollout as rollout_lib
 from rlhf_jax.trainers import run as run_lib
@@ -50,10 +49,10 @@ def train(
     params: of the actor from the stage before, None in the first.
 
   Returns:
-    The actor's parameters after the last step.
+    The actor's parameters after the last step; with adapters, see `lora`.
   """
   computes = parts(setup)
-  setup = memory.ahead(setup, run, computes)
+  setup = fit.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   algorithm, seed = config.algorithm, config.seed
@@ -71,7 +70,7 @@ def train(
     with_reference=plan.reference and not config.evaluation.only,
   )
   timings = run_lib.Timings()
-  rows = dict(rows_per_microbatch=numbers.rows_per_microbatch, islands=islands)
+  fitting = functools.partial(memory.fitting, run, setup)
 
   # ---- Before the first step ----------------------------------------------
   run.console.start_stage(
@@ -84,35 +83,26 @@ def train(
   engine.warm_up(relayout(stage.actor), **setup.sampler(1))
   run.console.note(f'{engine.programs()} programs of the sampler are compiled')
 
+  sampler = run.resources.enter_context(
+    rollout_lib.Sampler(
+      setup,
+      relayout,
+      steps=range(host.step, last_step),
+      cursor=host.cursor,
+      greedy_baseline=plan.greedy_baseline,
+    )
+  )
+
   while host.step < last_step:
     timings.clear()
     began = time.perf_counter()
     step = host.step
     train_actor = step - setup.first_step >= config.critic.warmup_steps
-    home, island = experience_lib.assign(
-      config.rollout.prompts_per_step,
-      numbers.minibatches_per_step,
-      islands.count,
-      seed=seed,
-      step=step,
-    )
-    own = np.flatnonzero(island == islands.index)
 
     # ---- Rollout, rewards, and which sequences take part ------------------
-    with timings('relayout'):
-      policy = jax.block_until_ready(relayout(stage.actor))
-    sampled = rollout_lib.sample(
-      setup,
-      policy,
-      step=step,
-      cursor=host.cursor,
-      own=own,
-      policy_version=host.policy_version,
-      greedy_baseline=plan.greedy_baseline,
-      timings=timings,
+    sampled = sampler.take(
+      stage.actor, step=step, policy_version=host.policy_version
     )
-    relayout_bytes = tree.nbytes(policy)
-    del policy  # as large as the weights: freed before the update
     rollout, prompts, rewards = (
       sampled.rollout,
       sampled.prompts,
@@ -132,15 +122,23 @@ def train(
       experience_lib.split,
       count=numbers.minibatches_per_step,
       tokens_per_row=config.training.tokens_per_row,
+      rows_per_microbatch=memory.rows(run, setup),
       share_prefix=config.rollout.share_prefix,
       cost=functools.partial(flops.of_sequences, setup.model),
-      **rows,
+      islands=islands,
     )
-    minibatches = split(rollout, home[own])
+    minibatches = split(rollout, sampled.home)
 
     # ---- Old log-probs, reference, values; sampler against trainer --------
-    seen = measure.measure(
-      plan, passes, stage, minibatches, rollout, timings=timings, **rows
+    seen = fitting(
+      measure.measure,
+      plan,
+      passes,
+      stage,
+      minibatches,
+      rollout,
+      islands=islands,
+      timings=timings,
     )
     # What this island saw, and what the whole job did.
     seen_here, measured, weights = sampled.metrics, {}, None
@@ -225,7 +223,7 @@ def train(
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
     if plan.exact_loss:
-      coefs['reference_head'] = heads.head_params(stage.reference)
+      coefs['reference_head'] = stage.reference_head
     order = experience_lib.update_order(
       len(batches), config.training.epochs_per_step, seed=seed, step=step
     )
@@ -235,27 +233,33 @@ def train(
       if role not in learners or (role == 'actor' and not train_actor):
         continue
       with timings(f'update_{role}'):
+        state = stage.take(role)
         for number, index in enumerate(order):
           batch = batches[index]
           if plan.selection and role == 'actor':
-            batch = _selected(
+            batch = fitting(
+              _selected,
               algorithm_lib.selection(algorithm),
               keys.key(seed, 'select', step, number),
-              functools.partial(passes['actor'], stage.actor),
+              functools.partial(
+                passes['actor'], stage.whole('actor', state.params)
+              ),
               batch,
               minibatches[index],
               trained,
-              **rows,
+              islands=islands,
             )
-          stage.states[role], new = update.update(
-            stage.states[role],
-            experience_lib.slices(batch, **rows),
-            coefs,
+          state, new = memory.update(
+            run,
+            setup,
+            state,
+            batch,
+            coefs | stage.untrained(role),
             programs=programs[role],
             prefix=role,
           )
           measured = metrics.merge(measured, new)
-        jax.block_until_ready(stage.states[role].params)
+        stage.put(role, state)
 
     # ---- Host state, metrics, evaluation, checkpoint ----------------------
     everyone = experience_lib.report(
@@ -279,9 +283,12 @@ def train(
         host.kl_loss, computed.get('kl/reference', np.nan), sequences
       )
     if run.due(config.dump_every, setup):
+      texts = evaluate.responses(
+        rollout, setup.tokenizer, config.rollout.stop_strings
+      )
       dump = evaluate.sample_rows(
-          setup.name, host.step, evaluate.responses(rollout, setup.tokenizer),
-          rewards, list(setup.rewards), rollout, prompts, setup.tokenizer,
+          setup.name, host.step, texts, rewards, list(setup.rewards),
+          rollout, prompts, setup.tokenizer,
           advantages=experience.advantages, limit=config.dump_sequences,
       )  # fmt: skip
       run.writer.samples(dump)
@@ -290,11 +297,14 @@ def train(
     if setup.validation and run.due(config.evaluation.every, setup):
       with timings('evaluate'):
         computed |= run.validate(setup, relayout, stage.actor)
-    computed |= timings | {
-      'timing_s/step': seconds,
-      'perf/relayout_bytes': relayout_bytes,
-      'training/epoch': setup.train.epoch(host.cursor),
-    }
+    computed |= (
+      sampled.timings
+      | timings
+      | {
+        'timing_s/step': seconds,
+        'training/epoch': setup.train.epoch(host.cursor),
+      }
+    )
     computed |= experience_lib.throughput(
       everyone.lengths,
       everyone.prompt_lengths,
@@ -384,10 +394,14 @@ def _selected(
 
 
 def _passes(config, plan: algorithm_lib.Plan, train_actor: bool) -> int:
-  """Forward passes of a step; a backward pass counts as two."""
-  update_passes = 3 * config.training.epochs_per_step
-  actor = plan.old_pass + plan.reference + update_passes * train_actor
-  return actor + plan.critic * (1 + update_passes)
+  """Forward passes of a step; a backward pass counts as two.
+
+  As one where adapters train: there are no gradients of the large weights.
+  """
+  epochs = config.training.epochs_per_step
+  actor_updates = (2 if config.model.lora.rank else 3) * epochs * train_actor
+  actor = plan.old_pass + plan.reference + actor_updates
+  return actor + plan.critic * (1 + 3 * epochs)
 
 
 def _losses(config, learners, plan: algorithm_lib.Plan) -> dict:

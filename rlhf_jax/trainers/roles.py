@@ -15,11 +15,13 @@ from rlhf_jax import optim
 from rlhf_jax import types
 from rlhf_jax.models import heads
 from rlhf_jax.models import hf
+from rlhf_jax.models import lora
 from rlhf_jax.models import spec
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
+from rlhf_jax.trainers import adapters
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -31,11 +33,17 @@ from rlhf_jax.trainers import update
 class Learner:
   """How a role computes and learns; its state travels apart."""
 
-  specs: types.PyTree
+  specs: types.PyTree  # weight table of what trains
   score: Callable[..., types.Scores]  # `heads.score`, its keywords bound
   optimizer: optax.GradientTransformation
   learning_rate: Callable[[types.Array], types.Array]
   max_grad_norm: float
+  model_specs: types.PyTree  # of the model; the same, or `specs` are adapters
+
+  @property
+  def adapts(self) -> bool:
+    """Whether adapters train and the model stays as it is."""
+    return self.specs is not self.model_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +59,53 @@ class Parts:
 
 @dataclasses.dataclass
 class Roles:
-  """The arrays of a stage, by role; the states change with every update."""
+  """The arrays of a stage, by role; the states change with every update.
+
+  What `config.offload` names lives in host memory.  Where it is used, ask for
+  it on the devices, and hold it no longer than it is needed.
+  """
 
   states: dict[str, state_lib.TrainState]  # 'actor', perhaps 'critic'
   reference: types.PyTree | None = None
   restored: bool = False  # from a checkpoint, in the middle of the stage
+  host: tuple[str, ...] = ()  # fields of the states that live on the host
+  # Of the actor, where its state holds adapters only, see `lora.split`.
+  frozen: types.PyTree = dataclasses.field(default_factory=dict)
+
+  def params(self, role: str) -> types.PyTree:
+    """The parameters of a role (also 'reference') on the devices."""
+    if role == 'reference':
+      return rules.on_device(self.reference)
+    return self.whole(role, rules.on_device(self.states[role].params))
+
+  def whole(self, role: str, trained: types.PyTree) -> types.PyTree:
+    """What the forward pass of a role reads: trained and frozen parameters."""
+    return lora.combine(self.frozen, trained) if role == 'actor' else trained
+
+  def untrained(self, role: str) -> dict[str, types.PyTree]:
+    """`coefs` of a loss: the parameters that it reads and does not train."""
+    adapts = role == 'actor' and self.frozen
+    return {'frozen': self.frozen} if adapts else {}
 
   @property
   def actor(self) -> types.PyTree:
-    return self.states['actor'].params
+    return self.params('actor')
+
+  @property
+  def reference_head(self) -> types.PyTree:
+    """See `heads.head_params`; on the devices."""
+    return rules.on_device(heads.head_params(self.reference))
+
+  def take(self, role: str) -> state_lib.TrainState:
+    """Hands a state out for updates, its parameters on the devices."""
+    state = self.states.pop(role)
+    return state.replace(params=rules.on_device(state.params))
+
+  def put(self, role: str, state: state_lib.TrainState) -> None:
+    """Puts a state (back) to where it lives."""
+    kept = {name: getattr(state, name) for name in self.host}
+    kept = jax.device_put(kept, rules.in_host(kept))
+    self.states[role] = state.replace(**kept)
 
 
 def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
@@ -79,6 +125,7 @@ def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
     eps=config.eps,
     weight_decay=config.weight_decay,
     max_grad_norm=config.max_grad_norm,
+    moments_dtype=config.moments_dtype,
   )
   model = _model_of(setup, role)
   score = functools.partial(
@@ -87,15 +134,17 @@ def learner(setup: setup_lib.Setup, role: str, total_updates: int) -> Learner:
     head_chunk=(
       setup.config.model.head_chunk * mesh_lib.data_groups(setup.mesh)
     ),
-    remat=setup.config.model.remat,
+    remat=setup.remat,
     dtype=setup_lib.dtype(setup.config.model.dtype),
   )
+  table = state_lib.specs_of(model, role)
   return Learner(
-    state_lib.specs_of(model, role),
+    setup.adapters(table) if role == 'actor' and setup.adapts else table,
     score,
     optimizer,
     learning_rate,
     config.max_grad_norm,
+    model_specs=table,
   )
 
 
@@ -120,27 +169,32 @@ def begin_or_restore(
   step = run.restored_in(setup.name)
   if step is not None:
     run.restored_step = None  # later stages begin anew
-    roles = Roles(restore(setup, learners, run.checkpoints, step))
-    roles.restored = True
+    states = restore(setup, learners, run.checkpoints, step)
+    roles = Roles(states, restored=True, host=host_fields(setup))
+    if setup.adapts:
+      checkpoint.verify(run.host.base, 'the model under the adapters')
+      roles.frozen = adapters.frozen(setup)
     if with_reference:
       roles.reference = restore_reference(
-        setup, run.workdir, run.host.reference
+        setup, run.workdir, run.host.reference, roles.frozen
       )
     return roles
   run.begin_stage(setup)
   untouched = params is None
+  if untouched and setup.adapts:
+    run.host.base = _folder(setup)
   params = actor_params(setup, params)
-  reference, states = None, {}
+  frozen, trained = lora.split(params)
+  roles = Roles({}, host=host_fields(setup), frozen=frozen)
   if with_reference:
-    reference, run.host.reference = begin_reference(
+    roles.reference, run.host.reference = begin_reference(
       setup, run.workdir, params, untouched
     )
   if 'critic' in learners:
-    states['critic'] = create(
-      setup, learners['critic'], critic_params(setup, params)
-    )
-  states['actor'] = create(setup, learners['actor'], params)
-  return Roles(states, reference)
+    critic = critic_params(setup, params)
+    roles.put('critic', create(setup, learners['critic'], critic))
+  roles.put('actor', create(setup, learners['actor'], trained))
+  return roles
 
 
 def programs(
@@ -150,13 +204,14 @@ def programs(
 ) -> dict[str, Callable]:
   """The jitted programs that update a role, see `update.programs`."""
   return update.programs(
-    loss,
+    adapters.of_adapters(loss) if learner_.adapts else loss,
     learner_.optimizer,
     learner_.learning_rate,
     params=spec.abstract(learner_.specs, jnp.float32),
     specs=learner_.specs,
     mesh=setup.mesh,
     max_grad_norm=learner_.max_grad_norm,
+    gradient_dtype=jnp.dtype(setup.config.training.gradient_dtype),
   )
 
 
@@ -165,7 +220,9 @@ def relayout_program(
 ) -> Callable[[types.PyTree], types.PyTree]:
   """See `engine.relayout_program`."""
   return engine.relayout_program(
-    setup.mesh, learner_.specs, setup_lib.dtype(setup.config.rollout.dtype)
+    setup.mesh,
+    learner_.model_specs,
+    setup_lib.dtype(setup.config.rollout.dtype),
   )
 
 
@@ -182,23 +239,29 @@ def relayout(
 def actor_params(
   setup: setup_lib.Setup, params: types.PyTree | None
 ) -> types.PyTree:
-  """The last stage's parameters, or those of the model folder, or fresh."""
+  """The last stage's parameters, or those of the model folder, or fresh.
+
+  Where adapters train they have the model and the adapters, see `lora`.
+  """
   if params is not None:
     return params
   table = state_lib.specs_of(setup.model, 'actor')
+  key = keys.key(setup.config.seed, 'init')
+  if setup.adapts:
+    return lora.combine(adapters.frozen(setup), adapters.initial(setup, key))
   if setup.config.model.path:
     return hf.load(
       setup.config.model.path,
       setup.model,
       shardings=rules.params(setup.mesh, table),
     )
-  key = keys.key(setup.config.seed, 'init')
   return state_lib.init_params(setup.model, 'actor', key, setup.mesh)
 
 
 def critic_params(setup: setup_lib.Setup, actor: types.PyTree) -> types.PyTree:
   """From `critic.path`, else a copy of the actor; the value head is zero."""
   if not setup.config.critic.path:
+    actor = adapters.merged(setup, actor)
     return state_lib.critic_from_actor(setup.model, actor, setup.mesh)
   model = _model_of(setup, 'critic')
   table = state_lib.specs_of(model, 'critic')
@@ -227,7 +290,9 @@ def restore(
 ) -> dict[str, state_lib.TrainState]:
   """The train states of a checkpoint, by role."""
   abstract = {
-    role: state_lib.abstract(one.optimizer, setup.mesh, one.specs)
+    role: state_lib.abstract(
+      one.optimizer, setup.mesh, one.specs, host=host_fields(setup)
+    )
     for role, one in learners.items()
   }
   return checkpoint.restore_arrays(checkpoints, step, abstract)
@@ -238,6 +303,9 @@ def begin_reference(
 ) -> tuple[types.PyTree, dict]:
   """Keeps a copy of the actor, and says how a resumed run finds it again.
 
+  Of an actor with adapters only they are copied: the model under them does not
+  change.  As long as the actor is that model, it is its own reference.
+
   Args:
     setup: of the stage.
     workdir: of the run.
@@ -247,36 +315,62 @@ def begin_reference(
   Returns:
     The reference, and {'path', 'sha256'} or {'saved': True}.
   """
-  if untouched and setup.config.model.path:
-    folder = hf.folder(setup.config.model.path)
-    where = dict(path=str(folder), sha256=checkpoint.fingerprint(folder))
+  frozen, trained = lora.split(params)
+  if untouched and setup.config.model.path and not setup.config.model.lora.path:
+    where = _folder(setup)
+    if frozen:
+      return frozen, where
   else:
-    checkpoint.save_reference(workdir, setup.name, params)
+    checkpoint.save_reference(workdir, setup.name, trained)
     where = dict(saved=True)
-  return jax.tree.map(jnp.copy, params), where
+  if setup.offloads('reference'):
+    kept = jax.device_put(trained, rules.in_host(trained))
+  else:
+    kept = jax.tree.map(jnp.copy, trained)
+  return lora.combine(frozen, kept), where
 
 
 def restore_reference(
-  setup: setup_lib.Setup, workdir, where: dict
+  setup: setup_lib.Setup, workdir, where: dict, frozen: types.PyTree
 ) -> types.PyTree:
   """The reference that `begin_reference` described.
+
+  Args:
+    setup: of the stage.
+    workdir: of the run.
+    where: see `begin_reference`.
+    frozen: of the actor, {} where all of it trains.
 
   Raises:
     ValueError: the model folder is not what it was when the stage began.
   """
+  if frozen and 'path' in where:
+    return frozen
   table = state_lib.specs_of(setup.model, 'actor')
+  if frozen:
+    table = setup.adapters(table)
   shardings = rules.params(setup.mesh, table)
+  shapes = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)
+  if setup.offloads('reference'):
+    shardings = rules.in_host(shapes)
+    shapes = checkpoint.abstract(shapes, shardings)
   if 'path' in where:
-    found = checkpoint.fingerprint(where['path'])
-    if found != where['sha256']:
-      raise ValueError(
-        f'the reference of stage {setup.name!r} was {where["path"]} with hash'
-        f' {where["sha256"][:12]}, now it has {found[:12]}: put the original'
-        ' model back to resume'
-      )
+    checkpoint.verify(where, f'the reference of stage {setup.name!r}')
     return hf.load(where['path'], setup.model, shardings=shardings)
-  abstract = checkpoint.abstract(spec.abstract(table, jnp.float32), shardings)
-  return checkpoint.restore_reference(workdir, setup.name, abstract)
+  kept = checkpoint.restore_reference(workdir, setup.name, shapes)
+  return lora.combine(frozen, kept)
+
+
+def _folder(setup: setup_lib.Setup) -> dict[str, str]:
+  """Where the model lies, and how to know that it is still the same."""
+  folder = hf.folder(setup.config.model.path)
+  return dict(path=str(folder), sha256=checkpoint.fingerprint(folder))
+
+
+def host_fields(setup: setup_lib.Setup) -> tuple[str, ...]:
+  """The fields of a train state that live in host memory."""
+  fields = {'params': 'params', 'optimizer': 'opt_state'}
+  return tuple(fields[name] for name in fields if setup.offloads(name))
 
 
 def _model_of(setup, role):

@@ -4,7 +4,9 @@ With dynamic sampling (DAPO, Yu et al. 2025) groups whose scores are all equal
 teach nothing: they are replaced by new prompts, a few rounds long.
 """
 
+import collections
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import dataclasses
 import functools
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 
 from rlhf_jax import keys
 from rlhf_jax import metrics
+from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.data import pipeline
 from rlhf_jax.rewards import base as rewards_lib
@@ -21,6 +24,7 @@ from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 
 
@@ -34,6 +38,107 @@ class Sampled:
   baseline: np.ndarray | None  # [N] scores of the greedy responses (remax)
   prompts_read: int  # of the stream, replaced ones too
   metrics: metrics.Metrics
+  home: np.ndarray | None = None  # mini-batch of each prompt
+  timings: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Sampler:
+  """The rollouts of consecutive steps, each at most `staleness` steps old.
+
+  With `rollout.staleness` 0 a step is sampled when it is asked for.  With K it
+  was begun K steps earlier, on devices of its own and with the policy of then:
+  the weights go there whenever a step begins.  A run that resumes begins K
+  steps anew, with the policy of the checkpoint.  A class because it owns the
+  thread in which all that runs.
+  """
+
+  def __init__(
+    self,
+    setup: setup_lib.Setup,
+    relayout: Callable[[types.PyTree], types.PyTree],
+    *,
+    steps: range,
+    cursor: int,
+    greedy_baseline: bool,
+  ):
+    """Nothing is sampled yet.
+
+    Args:
+      setup: of the stage.
+      relayout: see `roles.relayout`.
+      steps: global steps of the stage that are left.
+      cursor: prompts of the stream that earlier steps have read.
+      greedy_baseline: also score a greedy response to every prompt.
+    """
+    self._setup, self._relayout, self._steps = setup, relayout, steps
+    self._greedy_baseline = greedy_baseline
+    self._cursor, self._next = cursor, steps.start
+    self._ahead = setup.config.rollout.staleness
+    # (step in which it began, function that returns a `Sampled`)
+    self._begun = collections.deque()
+    self._thread = None
+    if self._ahead:
+      self._thread = futures.ThreadPoolExecutor(1, 'rollout')
+
+  def __enter__(self) -> 'Sampler':
+    return self
+
+  def __exit__(self, *unused_exception) -> None:
+    if self._thread is not None:
+      self._thread.shutdown(cancel_futures=True)
+
+  def take(
+    self, params: types.PyTree, *, step: int, policy_version: int
+  ) -> Sampled:
+    """The rollout of a step; begins those that may run ahead.
+
+    Args:
+      params: of the actor now, in the training layout.
+      step: the next one.
+      policy_version: updates that the actor has seen.
+    """
+    timings = run_lib.Timings()
+    last = min(step + self._ahead, self._steps[-1])
+    if self._next <= last:
+      with timings('relayout'):
+        policy = jax.block_until_ready(self._relayout(params))
+      timings['perf/relayout_bytes'] = tree.nbytes(policy)
+      for later in range(self._next, last + 1):
+        work = functools.partial(self._sample, policy, later, policy_version)
+        if self._thread is not None:
+          work = self._thread.submit(work).result
+        self._begun.append((step, work))
+      self._next = last + 1
+      del policy, work  # as large as the weights: freed before the update
+    begun_at, work = self._begun.popleft()
+    with timings('rollout'):
+      sampled = work()
+    timings['training/staleness'] = step - begun_at
+    return dataclasses.replace(sampled, timings=sampled.timings | timings)
+
+  def _sample(self, policy, step, policy_version) -> Sampled:
+    config, islands = self._setup.config, self._setup.islands
+    home, island = experience_lib.assign(
+      config.rollout.prompts_per_step,
+      self._setup.numbers.minibatches_per_step,
+      islands.count,
+      seed=config.seed,
+      step=step,
+    )
+    own = np.flatnonzero(island == islands.index)
+    timings = run_lib.Timings()
+    sampled = sample(
+      self._setup,
+      policy,
+      step=step,
+      cursor=self._cursor,
+      own=own,
+      policy_version=policy_version,
+      greedy_baseline=self._greedy_baseline,
+      timings=timings,
+    )
+    self._cursor += sampled.prompts_read
+    return dataclasses.replace(sampled, home=home[own], timings=timings)
 
 
 def sample(
@@ -154,7 +259,9 @@ def _rewards(setup, rollout, prompts) -> rewards_lib.RewardResult:
   return rewards_lib.evaluate(
     setup.rewards,
     setup.reward_weights,
-    evaluate.responses(rollout, setup.tokenizer),
+    evaluate.responses(
+      rollout, setup.tokenizer, setup.config.rollout.stop_strings
+    ),
     [prompt.example for prompt in asked],
     timeout_s=setup.config.reward_timeout_s,
     default=setup.config.reward_on_timeout,

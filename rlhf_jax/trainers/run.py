@@ -56,6 +56,10 @@ class Run:
   host: state_lib.HostState
   restored_step: int | None  # checkpoint that the run goes on from
   started: float  # time.time() less what earlier processes worked
+  # What the loops open and `conclude` closes, whatever ended them.
+  resources: contextlib.ExitStack = dataclasses.field(
+    default_factory=contextlib.ExitStack
+  )
 
   def restored_in(self, stage: str) -> int | None:
     """The checkpoint to restore in this stage, None to begin it anew."""
@@ -71,6 +75,40 @@ class Run:
     )
     host.kl_reward = algorithm.controller(setup.config.algorithm.kl_reward)
     host.kl_loss = algorithm.controller(setup.config.algorithm.kl_loss)
+    self.heed_memory()
+
+  def heed_memory(self) -> None:
+    """Lowers the micro-batch to what earlier processes found to fit."""
+    host = self.host
+    known = workdir_lib.allowed_microbatch(self.workdir, host.stage)
+    if known and known['tokens_per_microbatch'] < host.tokens_per_microbatch:
+      host.tokens_per_microbatch = known['tokens_per_microbatch']
+      text = (
+        f'micro-batches of {host.tokens_per_microbatch} tokens per data group,'
+        f' as an earlier attempt found: {known["message"]}'
+      )
+      self.console.note(text)
+      self.writer.event(
+        'smaller_microbatch',
+        text,
+        stage=host.stage,
+        step=host.step,
+        tokens_per_microbatch=host.tokens_per_microbatch,
+      )
+
+  def rewind(self) -> None:
+    """Back to the last checkpoint, where a new process would begin."""
+    lost = self.host.step
+    self.resources.close()
+    self.restored_step = self.checkpoints.latest_step()
+    self.host = _progress(self.checkpoints, self.restored_step, self.config)
+    self.writer.event(
+      'rollback',
+      f'back from step {lost} to step {self.host.step}',
+      stage=self.host.stage,
+      step=self.host.step,
+    )
+    self.heed_memory()
 
   def save(self, arrays: types.PyTree) -> None:
     """Writes a checkpoint of arrays and host state under the current step."""
@@ -112,6 +150,7 @@ class Run:
       seed=config.seed,
       stage=setup.name,
       step=host.step,
+      stop_strings=config.rollout.stop_strings,
       timeout_s=config.reward_timeout_s,
       default=config.reward_on_timeout,
       **setup.sampler(1),
@@ -298,6 +337,7 @@ def conclude(run: Run, reason: str, total_steps: int) -> None:
     reason: 'finished', 'evaluated', 'interrupted' or the error.
     total_steps: of all stages.
   """
+  run.resources.close()
   workdir = run.workdir
   if reason == 'evaluated':  # the summary stays that of the training
     run.console.finish(run.host.last)
@@ -305,7 +345,8 @@ def conclude(run: Run, reason: str, total_steps: int) -> None:
     return
   summary = run.finish(reason, total_steps)
   try:
-    report.write(workdir)
+    if multihost.is_primary():
+      report.write(workdir)
   except Exception as error:  # a picture must not change how a run ended
     run.writer.event('warning', f'no report.html: {error}')
   commands = [f'python launch/report.py --workdir={workdir}']
@@ -368,19 +409,17 @@ def open_run(
   again = (workdir / writers.CONFIG).exists()
   writer.config(config)
   checkpoints = checkpoint.manager(workdir, keep=keep)
-  step = checkpoints.latest_step()
-  host = state_lib.HostState(seed=config['seed'])
+  # Seen by process 0: a shared file system may show others an older state.
+  step = multihost.gather(setups[0].islands, checkpoints.latest_step())[0]
+  host = _progress(checkpoints, step, config)
   if step is not None:
-    host = state_lib.HostState.from_json(
-      checkpoint.restore_host(checkpoints, step)
-    )
     writer.event(
       'resume', f'goes on after step {step}', stage=host.stage, step=step
     )
   elif again:
     writer.event('restart', 'no checkpoint yet: starts from the beginning')
   total = sum(setup.numbers.steps for setup in setups)
-  return Run(
+  run = Run(
     workdir=workdir,
     config=config,
     writer=writer,
@@ -391,4 +430,15 @@ def open_run(
     host=host,
     restored_step=step,
     started=began - host.wall_time_s,
+  )
+  run.heed_memory()
+  return run
+
+
+def _progress(checkpoints, step, config) -> state_lib.HostState:
+  """The host state of a checkpoint; that of a run that begins if None."""
+  if step is None:
+    return state_lib.HostState(seed=config['seed'])
+  return state_lib.HostState.from_json(
+    checkpoint.restore_host(checkpoints, step)
   )

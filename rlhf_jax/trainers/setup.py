@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
+from rlhf_jax import types
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.data import sources
 from rlhf_jax.data import tokenizer as tokenizer_lib
 from rlhf_jax.models import config as model_config
+from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
+from rlhf_jax.models import lora
+from rlhf_jax.models import spec
 from rlhf_jax.rewards import rules as reward_rules
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import mesh as mesh_lib
@@ -47,6 +51,28 @@ class Setup:
   prefix: np.ndarray  # tokens that every prompt begins with
   rewards: dict[str, Callable]
   reward_weights: dict[str, float]
+
+  def offloads(self, name: str) -> bool:
+    """Whether what `config.offload` names lives in host memory here."""
+    return self.config.offload[name] and rules.has_host_memory(self.mesh)
+
+  @property
+  def adapts(self) -> bool:
+    """Whether adapters of the actor train, and not its own weights."""
+    return self.config.model.lora.rank > 0
+
+  def adapters(self, table: types.PyTree) -> types.PyTree:
+    """The weight table of the adapters of a model with this table."""
+    section = self.config.model.lora
+    return lora.specs(table, section.rank, section.targets)
+
+  @property
+  def remat(self) -> str:
+    """`model.remat`, 'none' where there is no host memory to offload to."""
+    remat = self.config.model.remat
+    if remat == 'offload' and not rules.has_host_memory(self.mesh):
+      return 'none'
+    return remat
 
   def sampler(self, samples_per_prompt: int) -> dict:
     """Keywords of `engine.generate` that stay the same all stage."""
@@ -111,7 +137,11 @@ def stages(
   names = [name for name, _, _ in config.stages]
   if len(set(names)) != len(names):
     raise ValueError(f'stages must have different names, got {names}')
-  mesh = _mesh(config, jax.devices() if devices is None else devices)
+  training, rollout_devices = multihost.set_aside(
+    _devices(config, jax.devices() if devices is None else list(devices)),
+    config.rollout.devices,
+  )
+  mesh = _mesh(config, training)
   tokenizer = tokenizer_lib.load(config.tokenizer or config.model.path)
   model = _model(config)
   tokenizer_lib.check_against_model(tokenizer, model.vocab_size)
@@ -129,6 +159,7 @@ def stages(
         checks.stage_config(config, dict(overrides)),
         first,
         mesh,
+        rollout_devices,
         model,
         tokenizer,
       )
@@ -139,18 +170,22 @@ def stages(
   return result
 
 
-def _mesh(config, devices) -> jax.sharding.Mesh:
+def _devices(config, devices) -> list[jax.Device]:
   if not 0 <= config.mesh.devices <= len(devices):
     raise ValueError(
       f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
     )
+  return devices[: config.mesh.devices or len(devices)]
+
+
+def _mesh(config, devices) -> jax.sharding.Mesh:
   return mesh_lib.make(
     config.mesh.data,
     config.mesh.fsdp,
     config.mesh.tensor,
     config.mesh.context,
     config.mesh.expert,
-    devices=devices[: config.mesh.devices or len(devices)],
+    devices=devices,
   )
 
 
@@ -179,7 +214,9 @@ def _model(config) -> model_config.ModelConfig:
     ) from error
 
 
-def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
+def _stage(
+  name, trainer, config, first, mesh, rollout_devices, model, tokenizer
+) -> Setup:
   """Loads the data of a stage and checks everything about it."""
   stop = tokenizer_lib.stop_ids(tokenizer, config.rollout.stop)
   if config.model.path:
@@ -224,9 +261,14 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     for key, value in checks.rewards(config).items()
   }
   checks.common(config, trainer, rewards, {x.source for x in held_out})
+  checks.lora(config, model)
   if trainer == 'ppo':
     algorithm.check(config, model, rewards)
-  islands = multihost.islands(mesh, whole=config.rollout.whole_mesh)
+  islands = multihost.islands(
+    mesh, whole=config.rollout.whole_mesh, rollout=rollout_devices
+  )
+  if trainer == 'ppo':
+    checks.placement(config, islands)
   numbers = arithmetic.derive(
     config,
     trainer,
@@ -236,9 +278,13 @@ def _stage(name, trainer, config, first, mesh, model, tokenizer) -> Setup:
     prompts_in_data=len(stream),
   )
   _check_mesh(config, mesh, model)
-  for key in ('model', 'rollout'):
+  for section, key in (
+    (config.model, 'dtype'),
+    (config.rollout, 'dtype'),
+    (config.model.lora, 'base_dtype'),
+  ):
     # Where it is 'auto', the platform of the mesh decides.
-    config[key].dtype = dtype(config[key].dtype, mesh).name
+    section[key] = dtype(section[key], mesh).name
   checks.optimizers(config, trainer, numbers)
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(
@@ -315,12 +361,16 @@ def describe(setup: Setup) -> list[str]:
     f'  updates per step       {numbers.updates_per_step}'
     f' ({numbers.minibatches_per_step} mini-batches x'
     f' {numbers.updates_per_step // numbers.minibatches_per_step} epochs)',
+    _trained(setup),
     f'  longest sequence       {numbers.longest_sequence} tokens',
     f'  micro-batch            {numbers.tokens_per_microbatch} tokens ='
     f' {numbers.rows_per_microbatch} rows x'
     f' {setup.config.training.tokens_per_row}',
     f'  epochs over the data   '
     f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
+  ]
+  lines += [
+    f'  note: {note}' for note in checks.memory_notes(setup.config, setup.mesh)
   ]
   if setup.trainer == 'ppo':
     sampler = setup.sampler(setup.config.rollout.samples_per_prompt)
@@ -337,6 +387,23 @@ def describe(setup: Setup) -> list[str]:
     )
     lines += [f'  note: {note}' for note in algorithm.notes(setup.config)]
   return lines
+
+
+def _trained(setup: Setup) -> str:
+  """How much of the actor trains, and what its optimiser needs for it."""
+  table = decoder.specs(setup.model)
+  total = trained = spec.count(table)
+  how = ''
+  if setup.adapts:
+    trained = spec.count(setup.adapters(table))
+    section = setup.config.model.lora
+    scale = lora.scale(section.alpha, section.rank)
+    names = ', '.join(lora.modules(table, section.targets))
+    how = (
+      f' (LoRA of rank {section.rank}, scale {scale:g}, on {names};'
+      f' the model is {dtype(section.base_dtype).name} and frozen)'
+    )
+  return f'  actor trains           {trained:,} of {total:,} parameters{how}'
 
 
 def _prompts(setup: Setup) -> int:

@@ -11,9 +11,10 @@ from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.models import flops
-from rlhf_jax.planner import memory
+from rlhf_jax.planner import fit
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import experience
+from rlhf_jax.trainers import memory
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -31,10 +32,10 @@ def train(
     params: of the policy from the stage before, None in the first.
 
   Returns:
-    The parameters after the last step.
+    The parameters after the last step; with adapters, see `lora`.
   """
   computes = parts(setup)
-  setup = memory.ahead(setup, run, computes)
+  setup = fit.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   last_step = setup.first_step + numbers.steps
@@ -63,15 +64,14 @@ def train(
     examples = pipeline.supervised(
       prompts, setup.tokenizer, width=numbers.longest_sequence
     )
-    batch = pack(examples, setup)
+    batch = pack(examples, setup, memory.rows(run, setup))
     # ---- Update --------------------------------------------------------------
-    stage.states['actor'], measured = update.update(
-      stage.states['actor'],
-      experience.slices(batch, numbers.rows_per_microbatch, islands),
-      {},
-      programs=programs,
-      prefix='actor',
-    )
+    state = stage.take('actor')
+    state, measured = memory.update(
+      run, setup, state, batch, stage.untrained('actor'),
+      programs=programs, prefix='actor',
+    )  # fmt: skip
+    stage.put('actor', state)
     values = metrics.compute(measured)
     # ---- Host state, metrics, evaluation, checkpoint -----------------------
     host.step += 1
@@ -106,7 +106,9 @@ def parts(setup: setup_lib.Setup) -> roles.Parts:
   )
 
 
-def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
+def pack(
+  examples: types.Rollout, setup: setup_lib.Setup, rows_per_microbatch: int
+) -> types.TokenBatch:
   """Packs examples into rows, weighted as `algorithm.aggregation` says."""
   (batch,) = experience.split(
     examples,
@@ -114,7 +116,7 @@ def pack(examples: types.Rollout, setup: setup_lib.Setup) -> types.TokenBatch:
     1,
     islands=setup.islands,
     tokens_per_row=setup.config.training.tokens_per_row,
-    rows_per_microbatch=setup.numbers.rows_per_microbatch,
+    rows_per_microbatch=rows_per_microbatch,
     share_prefix=False,
     cost=functools.partial(flops.of_sequences, setup.model),
   )

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlhf_jax import checkpoint
 from rlhf_jax import types
 from rlhf_jax.algorithms import kl
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
+from rlhf_jax.models import hf
+from rlhf_jax.models import lora
 from rlhf_jax.models import spec
 from rlhf_jax.sharding import rules
 
@@ -58,6 +61,8 @@ class HostState:
   wall_time_s: float = 0.0  # of all processes that worked on the run
   # The stage's reference: {'path', 'sha256'} or {'saved': True}.
   reference: dict[str, Any] = dataclasses.field(default_factory=dict)
+  # The model under the adapters, where they train: {'path', 'sha256'}.
+  base: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
     return dataclasses.asdict(self)
@@ -82,12 +87,37 @@ def init_params(
   mesh: jax.sharding.Mesh,
 ) -> types.PyTree:
   """Fresh float32 parameters, made in their shards."""
-  specs = specs_of(config, role)
+  return init_specs(specs_of(config, role), key, mesh)
+
+
+def init_specs(
+  specs: types.PyTree, key: types.Array, mesh: jax.sharding.Mesh
+) -> types.PyTree:
+  """Fresh float32 parameters of a weight table, made in their shards."""
   make = jax.jit(
     lambda key: spec.init(specs, key, jnp.float32),
     out_shardings=rules.params(mesh, specs),
   )
   return make(key)
+
+
+def frozen_params(
+  path: str,
+  config: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  dtype: jnp.dtype,
+  scale: float,
+) -> types.PyTree:
+  """The model under the adapters of an actor, and their scale, see `lora`."""
+  model = hf.load(
+    path,
+    config,
+    dtype=dtype,
+    shardings=rules.params(mesh, specs_of(config, 'actor')),
+  )
+  everywhere = rules.sharding(mesh, (), ())
+  return model | {lora.SCALE: rules.put(np.float32(scale), everywhere)}
 
 
 def critic_from_actor(
@@ -130,14 +160,26 @@ def shardings(params, optimizer, mesh, specs) -> TrainState:
   )
 
 
-def abstract(optimizer, mesh, specs) -> TrainState:
-  """Shapes and shardings of `create`'s result, for restoring."""
+def abstract(optimizer, mesh, specs, *, host=()) -> TrainState:
+  """Shapes and shardings of `create`'s result, for restoring.
+
+  Args:
+    optimizer: see `optim.adamw`.
+    mesh: of the role.
+    specs: its weight table.
+    host: fields that go to pinned host memory: 'params', 'opt_state'.
+  """
   params = spec.abstract(specs, jnp.float32)
   make = lambda p: TrainState(
     p, optimizer.init(p), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
   )
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    jax.eval_shape(make, params),
-    shardings(params, optimizer, mesh, specs),
+  state = checkpoint.abstract(
+    jax.eval_shape(make, params), shardings(params, optimizer, mesh, specs)
+  )
+  return state.replace(
+    **{
+      name: checkpoint.abstract(part, rules.in_host(part))
+      for name in host
+      for part in [getattr(state, name)]
+    }
   )

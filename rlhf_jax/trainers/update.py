@@ -172,6 +172,8 @@ def supervised_loss(
 def accumulate_program(loss: Callable[..., tuple], param_shardings) -> Callable:
   """`accumulate(params, grads, batch, coefs) -> grads, statistics`, jitted.
 
+  Gradients are added in the dtype of `grads`, see `zeros_program`.
+
   Args:
     loss: `loss(params, batch, coefs) -> loss, statistics`.
     param_shardings: of the parameters; gradients have the same.
@@ -202,27 +204,24 @@ def apply_program(
   Args:
     optimizer: see `optim.adamw`.
     learning_rate: its schedule, for the statistics.
-    state_shardings: of the train state.
+    state_shardings: of the train state, in device memory.
     max_grad_norm: what the optimiser clips to, for the statistics.
   """
 
   def apply(state, grads):
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     norm = tree.global_norm(grads)
     finite = jnp.isfinite(norm)
-
-    def step(state):
-      updates, opt_state = optimizer.update(
-        grads, state.opt_state, state.params
-      )
-      params = optax.apply_updates(state.params, updates)
-      return state.replace(
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    # Not `cond`: across its border every cast copy is written to memory.
+    new = jax.tree.map(
+      lambda new, old: jnp.where(finite, new, old),
+      state.replace(
         params=params, opt_state=opt_state, updates=state.updates + 1
-      )
-
-    def skip(state):
-      return state.replace(skipped=state.skipped + 1)
-
-    new = jax.lax.cond(finite, step, skip, state)
+      ),
+      state.replace(skipped=state.skipped + 1),
+    )
     statistics = {
       'grad_norm': metrics.mean(norm, finite),
       'grad_norm_clipped': metrics.mean(
@@ -236,9 +235,17 @@ def apply_program(
   return jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings, None))
 
 
-def zeros_program(param_shardings) -> Callable:
-  """`zeros(params)`: a gradient of zeros in the shards of the parameters."""
-  return jax.jit(tree.zeros_like, out_shardings=param_shardings)
+def zeros_program(param_shardings, dtype: jnp.dtype | None = None) -> Callable:
+  """`zeros(params)`: a gradient of zeros in the shards of the parameters.
+
+  Args:
+    param_shardings: of the parameters.
+    dtype: in which gradients are added; None is that of each parameter.
+  """
+  return jax.jit(
+    functools.partial(tree.zeros_like, dtype=dtype),
+    out_shardings=param_shardings,
+  )
 
 
 def update(
@@ -251,13 +258,20 @@ def update(
 ) -> tuple[state_lib.TrainState, metrics.Metrics]:
   """One mini-batch: all its micro-batches, then one optimiser step.
 
+  Moments that live in host memory are on the devices for that step only.
+
   Args:
-    state: is donated.
+    state: is donated; its parameters are on the devices.
     batches: micro-batches of one shape, on the mesh.
     coefs: what else the loss reads: numbers that may change from step to step,
       and parameters that it does not train.
     programs: 'zeros', 'accumulate' and 'apply'.
     prefix: 'actor' or 'critic', for the optimiser's statistics.
+
+  Raises:
+    jax.errors.JaxRuntimeError: `out_of_memory` in a micro-batch; the state is
+      whole, and smaller micro-batches give the same update.
+    StateLost: out of memory later.
   """
   number = lambda x: np.float32(x) if np.ndim(x) == 0 else x
   coefs = jax.tree.map(number, coefs)
@@ -266,12 +280,41 @@ def update(
   for batch in batches:
     grads, new = programs['accumulate'](state.params, grads, batch, coefs)
     statistics = metrics.merge(statistics, new)
-  state, new = programs['apply'](state, grads)
+  # Programs run behind: what did not fit shows here at the latest, as long as
+  # the state is whole.
+  jax.block_until_ready(grads)
+  state, new = _apply(programs['apply'], state, grads)
   new = {f'{prefix}/{name}': value for name, value in new.items()}
   skipped = new.pop(f'{prefix}/skipped')
   statistics = metrics.close_sums(metrics.merge(statistics, new))
   # Stays a sum over the mini-batches of a step.
   return state, statistics | {f'{prefix}/skipped_updates': skipped}
+
+
+def _apply(program, state, grads):
+  """Runs 'apply' on moments wherever they live, and waits for it."""
+  home = jax.tree.map(lambda x: x.sharding, state.opt_state)
+  try:
+    state = state.replace(opt_state=rules.on_device(state.opt_state))
+    state, statistics = program(state, grads)
+    state = state.replace(opt_state=jax.device_put(state.opt_state, home))
+    return jax.block_until_ready((state, statistics))
+  except jax.errors.JaxRuntimeError as error:
+    if out_of_memory(error):
+      raise StateLost(str(error)) from error
+    raise
+
+
+def out_of_memory(error: Exception) -> bool:
+  """Whether a program failed because something did not fit a device."""
+  marks = 'RESOURCE_EXHAUSTED', 'CUDA_ERROR_OUT_OF_MEMORY'
+  return isinstance(error, jax.errors.JaxRuntimeError) and any(
+    mark in str(error) for mark in marks
+  )
+
+
+class StateLost(RuntimeError):
+  """Memory ran out in the optimiser step, to which the state was donated."""
 
 
 def programs(
@@ -283,12 +326,24 @@ def programs(
   specs: types.PyTree,
   mesh: jax.sharding.Mesh,
   max_grad_norm: float,
+  gradient_dtype: jnp.dtype | None = None,
 ) -> dict[str, Callable]:
-  """The three programs of one role, by name."""
+  """The three programs of one role, by name.
+
+  Args:
+    loss: `loss(params, batch, coefs) -> loss, statistics`.
+    optimizer: see `optim.adamw`.
+    learning_rate: its schedule.
+    params: of the role, or their shapes and dtypes.
+    specs: its weight table.
+    mesh: of the role.
+    max_grad_norm: what the optimiser clips to.
+    gradient_dtype: see `zeros_program`.
+  """
   of_params = rules.params(mesh, specs)
   of_state = state_lib.shardings(params, optimizer, mesh, specs)
   return {
-    'zeros': zeros_program(of_params),
+    'zeros': zeros_program(of_params, gradient_dtype),
     'accumulate': accumulate_program(loss, of_params),
     'apply': apply_program(optimizer, learning_rate, of_state, max_grad_norm),
   }

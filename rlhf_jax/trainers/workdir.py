@@ -1,16 +1,20 @@
 """Whether a run may use a workdir: nothing is lost, nothing is mixed up."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
 from rlhf_jax.monitor import writers
 
+# The micro-batch that fits, by stage; only where memory ran out.
+MICROBATCH = 'microbatch.json'
+
 RESUME = ('auto', 'must', 'never')
 # A resumed run may change these: they touch no number of the training.
 HARMLESS = (
     'checkpoint.', 'dump_every', 'dump_sequences', 'evaluation.', 'export',
-    'memory_limit_bytes', 'tensorboard', 'wandb',
+    'memory_limit_bytes', 'offload.', 'tensorboard', 'wandb',
 )  # fmt: skip
 
 
@@ -63,6 +67,36 @@ def check_workdir(
       + '\n  '.join(lines)
       + '\nname another workdir, or run with the old config to resume'
     )
+
+
+def allowed_microbatch(
+  workdir: pathlib.Path, stage: str
+) -> dict[str, Any] | None:
+  """What `allow_microbatch` wrote for a stage, None where nothing."""
+  path = workdir / MICROBATCH
+  return json.loads(path.read_text()).get(stage) if path.exists() else None
+
+
+def allow_microbatch(
+  workdir: pathlib.Path, stage: str, tokens: int, message: str
+) -> None:
+  """Notes that larger micro-batches did not fit, for processes to come.
+
+  Any process may write it, not only the first: the one that ran out of memory
+  may be the only one that knows.
+
+  Args:
+    workdir: of the run.
+    stage: in which memory ran out.
+    tokens: per data group that may fit.
+    message: what happened.
+  """
+  path = workdir / MICROBATCH
+  known = json.loads(path.read_text()) if path.exists() else {}
+  known[stage] = dict(tokens_per_microbatch=tokens, message=message)
+  new = path.with_suffix(f'.{os.getpid()}')
+  new.write_text(json.dumps(known, indent=2))
+  new.replace(path)  # whole, or not at all
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

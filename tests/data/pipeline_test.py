@@ -232,3 +232,25 @@ def test_few_shot_prompts_share_a_prefix_under_the_real_tokenizer():
   prefix = packing.common_prefix(tokens, [len(p.ids) for p in prompts])
   text = tokenizer_lib.decode(tokenizer, tokens[0, :prefix])
   assert text.startswith(shots) and text.rstrip().endswith('problem:')
+
+
+def test_a_fingerprint_sees_prompts_answers_order_and_size(tokenizer):
+  def of(prompts, answers=None, **keywords):
+    examples = sources.load(
+      'prompts', prompts=prompts, answers=answers or prompts
+    )
+    stream = pipeline.PromptStream(
+      examples, tokenizer, max_prompt_length=8, **keywords
+    )
+    return pipeline.fingerprint(stream.batch(0, 2), len(stream))
+
+  same = of(_TEN)
+  assert same == of(list(_TEN))
+  assert same.startswith('10 prompts, first 2: ')
+  assert same != of(_TEN, seed=1)
+  assert same != of([*_TEN, 'p10'])
+  assert same != of(_TEN, [f'{x}!' for x in _TEN])
+  # The same bytes, cut elsewhere.
+  assert of(['ab', 'c'], ['x', 'x'], shuffle=False) != of(
+    ['a', 'bc'], ['x', 'x'], shuffle=False
+  )

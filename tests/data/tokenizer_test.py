@@ -212,8 +212,8 @@ def test_stop_finder_counts_the_tokens_up_to_the_first(byte_level, fresh):
   only = tokenizer_lib.stop_finder(byte_level, ('é',), fresh=fresh)
   assert only(ids[:-1]) is None  # half of it
   assert only(ids) == len(ids)
-  assert tokenizer_lib.before_stop(byte_level, ids[:7], ('llo w',)) == 'he'
-  assert tokenizer_lib.before_stop(byte_level, ids, ('é',)) == 'hello wörld '
+  assert tokenizer_lib.text(byte_level, ids[:7], ('llo w',)) == 'he'
+  assert tokenizer_lib.text(byte_level, ids, ('é',)) == 'hello wörld '
 
 
 def test_stop_finder_within_a_token():
@@ -225,20 +225,20 @@ def test_stop_finder_within_a_token():
   assert find(np.array(ids[: at + 1])) == at + 1
   assert find(np.array(ids[:at])) is None
   kept = ids[: at + 1]
-  assert tokenizer_lib.before_stop(stories, kept, (' u',)) == 'Once'
+  assert tokenizer_lib.text(stories, kept, (' u',)) == 'Once'
 
 
 def test_stop_finder_reads_special_tokens_and_ignores_early_matches(byte_level):
   find = tokenizer_lib.stop_finder(byte_level, ('<pad>',))
   ids = np.array([*b'ab', tokenizer_lib.BYTES_PAD, *b'c'])
   assert find(ids) == 3
-  assert tokenizer_lib.before_stop(byte_level, ids[:3], ('<pad>',)) == 'ab'
+  assert tokenizer_lib.text(byte_level, ids[:3], ('<pad>',)) == 'ab'
   late = tokenizer_lib.stop_finder(byte_level, ('b',), min_tokens=3)
   assert late(np.array(list(b'abab'))) == 4
   assert late(np.array(list(b'aba'))) is None
   # Complete with the token of that number: not early.
   assert late(np.array(list(b'aab'))) == 3
-  assert tokenizer_lib.before_stop(byte_level, list(b'abab'), ('b',)) == 'aba'
+  assert tokenizer_lib.text(byte_level, list(b'abab'), ('b',)) == 'aba'
 
 
 def test_stop_finder_equals_looking_after_every_token():

@@ -26,6 +26,7 @@ from rlhf_jax.data import tokenizer as tokenizer_lib
 from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
 from rlhf_jax.monitor import writers
+from rlhf_jax.sampling import conversation
 from rlhf_jax.sampling import engine
 from rlhf_jax.sampling import text as text_lib
 from rlhf_jax.sharding import mesh as mesh_lib
@@ -119,6 +120,7 @@ def script(monkeypatch):
         yield [engine.Piece(0, ids, -1.0 * ids, -1.0 * ids, last)]
 
     monkeypatch.setattr(engine, 'stream', stream)
+    monkeypatch.setattr(engine, 'warm_up', lambda *args, **options: 0)
     return calls
 
   return set_answers
@@ -401,9 +403,9 @@ def test_conversation(chat_model, ask, monkeypatch, capsys):
   first, second, third = lines
   system, user = b's:add', b'u:5+5='
   assert first['prompt_ids'] == [*system, _EOS, *user, _EOS, *b'a:']
+  said = first['ids'][: -1 if first['ids'][-1] == _EOS else None]
   assert second['prompt_ids'] == [
-    *first['prompt_ids'], *first['response'].encode(), _EOS, *b'u:and?', _EOS,
-    *b'a:',
+    *first['prompt_ids'], *said, _EOS, *b'u:and?', _EOS, *b'a:',
   ]  # fmt: skip
   assert second['prompt'][1] == dict(
     role='assistant', content=first['response']
@@ -412,6 +414,8 @@ def test_conversation(chat_model, ask, monkeypatch, capsys):
   assert third['prompt_ids'] == first['prompt_ids']
   assert out == ''.join(f'{_escaped(line["response"])}\n' for line in lines)
   assert '/what is not one of' in err and 'all 3 answers' in err
+  # All of it was compiled before the first answer.
+  assert 'of compiling' not in err
 
 
 def test_conversation_that_is_full_or_interrupted(
@@ -437,6 +441,89 @@ def test_conversation_that_is_full_or_interrupted(
   # Both turns run in the programs of the first.
   assert calls[1]['shape'] == calls[2]['shape']
   assert 'cut by the length limit' in err and 'interrupted' in err
+
+
+def test_interrupted_while_it_is_compiled(
+  chat_model, ask, script, monkeypatch, capsys
+):
+  script((b'yes', 'length'))
+  waits = iter([KeyboardInterrupt, None])
+
+  def wait(sampler):
+    if next(waits):
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(text_lib.Sampler, 'wait', wait)
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('hi\nho\n'))
+  lines = ask(chat_model, chat=True, conversation=True)
+  assert capsys.readouterr().out == '\nyes\n'
+  assert [line['prompt'][-1]['content'] for line in lines] == ['ho']
+
+
+def _conversation(folder, **settings):
+  settings = text_lib.Settings(chat=True, conversation=True, **settings)
+  return conversation.Conversation(
+    text_lib.Sampler(policy_lib.find(str(folder)), settings)
+  )
+
+
+def _answered(said, line, ids, finish):
+  asked, prompt = said.ask(line)
+  said.answered(asked, prompt, text_lib.Answer(list(ids), [], finish))
+  return prompt.tolist()
+
+
+@pytest.mark.parametrize(
+  'ids, finish, kept',
+  [
+    # Half a character, which the text would not bring back.
+    (b'a\xc3', 'length', b'a\xc3'),
+    # The end that the template writes as well, once.
+    ([*b'ab', _EOS], 'stop', b'ab'),
+    # A stop string is no longer in the text.
+    (b'ab##', 'stop', b'ab##'),
+  ],
+)
+def test_answers_go_on_by_their_ids(chat_model, ids, finish, kept):
+  said = _conversation(chat_model, stop=('##',))
+  prompt = _answered(said, 'hi', ids, finish)
+  assert prompt == [*b'u:hi', _EOS, *b'a:']
+  assert said.tokens == len(prompt) + len(ids)
+  second = said.ask('on')[1].tolist()
+  assert second == [*prompt, *kept, _EOS, *b'u:on', _EOS, *b'a:']
+  assert said.messages[1]['content'] == {b'a\xc3': 'a\ufffd'}.get(
+    bytes(kept), 'ab'
+  )
+  assert not said.rewritten
+
+
+def test_a_template_that_rewrites_answers_is_told(chat_model, tmp_path):
+  folder = tmp_path / 'chat'
+  shutil.copytree(chat_model, folder)
+  tokenizer = tokenizer_lib.load(str(folder))
+  # What stands before a bar is left out once the conversation has gone on.
+  tokenizer.chat_template = _TEMPLATE.replace(
+    'm.content', '(m.content if loop.last else m.content.split("|")[-1])'
+  )
+  tokenizer.save_pretrained(folder)
+  said = _conversation(folder)
+  prompt = _answered(said, 'hi', [*b'well|yes', _EOS], 'stop')
+  second = said.ask('on')[1].tolist()
+  assert said.rewritten
+  assert second == [*prompt, *b'yes', _EOS, *b'u:on', _EOS, *b'a:']
+  _answered(said, 'on', b'yes', 'length')
+  said.ask('and on')
+  assert not said.rewritten
+
+
+def test_a_conversation_that_is_full_by_its_ids(chat_model):
+  said = _conversation(chat_model)
+  # As text these would be three bytes each.
+  prompt = _answered(said, 'hi', [*b'\xc3' * 100], 'length')
+  ids = said.ask('x')[1].tolist()
+  assert ids == [*prompt, *b'\xc3' * 100, _EOS, *b'u:x', _EOS, *b'a:']
+  with pytest.raises(ValueError, match='it has 133 tokens, .* the 128 pos'):
+    said.ask('x' * 20)
 
 
 # ---- Refusals ----------------------------------------------------------------

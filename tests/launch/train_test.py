@@ -23,6 +23,7 @@ from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
 from rlhf_jax.monitor import writers
 from rlhf_jax.trainers import run as run_lib
+from rlhf_jax.trainers import update
 from rlhf_jax.trainers import workdir as workdir_lib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -354,6 +355,116 @@ def test_resume_is_bit_for_bit(
     one, other = (f / 'export' / name for f in (workdir, finished))
     assert one.read_bytes() == other.read_bytes()
   assert _summary(workdir)['exit_reason'] == 'finished'
+
+
+# ---- Too little memory ------------------------------------------------------
+
+
+def test_what_lives_on_the_host_changes_no_number(
+  finished, tmp_path, monkeypatch
+):
+  # The same programs on the same bits, and checkpoints that do not care.
+  workdir, kinds = tmp_path / 'run', []
+  original = run_lib.Run.save
+
+  def looking(self, states):
+    kinds.append(
+      {
+        (role, part): {
+          leaf.sharding.memory_kind
+          for leaf in jax.tree.leaves(getattr(state, part))
+          if leaf.ndim
+        }
+        for role, state in states.items()
+        for part in ('params', 'opt_state')
+      }
+    )
+    original(self, states)
+
+  away = {f'offload.{x}': True for x in ('optimizer', 'params', 'reference')}
+  with monkeypatch.context() as patch:
+    patch.setattr(run_lib.Run, 'save', looking)
+    _kill_after(patch, 'log', 4)
+    with pytest.raises(KeyboardInterrupt):
+      launch.train(_config(**away), str(workdir), 'never')
+  assert len(kinds) == 3
+  for step in kinds:
+    assert set(map(frozenset, step.values())) == {frozenset({'pinned_host'})}
+  assert {role for role, _ in kinds[-1]} == {'actor', 'critic'}
+  # Then on the devices, from the last checkpoint on.
+  assert launch.train(_config(), str(workdir), 'must') == 0
+  for ours, theirs in zip(_numbers(workdir), _numbers(finished), strict=True):
+    assert ours == theirs
+  ours, theirs = _arrays(workdir), _arrays(finished)
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+def test_a_run_that_does_not_fit_is_one_with_smaller_micro_batches(
+  tmp_path, monkeypatch
+):
+  # Four rows do not fit: first in an optimiser step, when there is no
+  # checkpoint yet, then in a forward pass of PPO.
+  error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
+  make, make_score = update.programs, update.score_program
+  raised = []
+
+  def programs(*args, **kwargs):
+    built = make(*args, **kwargs)
+
+    def apply(state, grads):
+      if not raised:
+        raised.append('apply')
+        raise error
+      return built['apply'](state, grads)
+
+    return built | {'apply': apply}
+
+  def score_program(*args, **kwargs):
+    program = make_score(*args, **kwargs)
+
+    def score(params, rows, **inputs):
+      if rows.tokens.shape[0] > 2:
+        raised.append('score')
+        raise error
+      return program(params, rows=rows, **inputs)
+
+    return score
+
+  with monkeypatch.context() as patch:
+    patch.setattr(update, 'programs', programs)
+    patch.setattr(update, 'score_program', score_program)
+    assert launch.train(_config(), str(tmp_path / 'starved')) == 0
+  assert raised == ['apply', 'score']
+  events = _read(tmp_path / 'starved', writers.EVENTS)
+  wanted = 'out_of_memory', 'rollback', 'smaller_microbatch'
+  assert [
+    (event['kind'], event['stage'], event['step'])
+    for event in events
+    if event['kind'] in wanted
+  ] == [
+    ('out_of_memory', 'warmup', 0),
+    ('rollback', '', 0),
+    ('smaller_microbatch', 'warmup', 0),
+    ('out_of_memory', 'ppo', 2),
+  ]
+  small = {'training.tokens_per_microbatch': 2 * 32}
+  assert launch.train(_config(**small), str(tmp_path / 'small')) == 0
+  ours, theirs = (
+    [
+      {k: v for k, v in line.items() if k != 'perf/padding'}
+      for line in _numbers(tmp_path / name)
+    ]
+    for name in ('starved', 'small')
+  )
+  assert ours == theirs
+  ours, theirs = (_arrays(tmp_path / name) for name in ('starved', 'small'))
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(ours[name], value, err_msg=name)
+  # A resumed run would go on with it.
+  path = tmp_path / 'starved' / 'checkpoints' / str(_STEPS) / 'host'
+  host = json.loads((path / 'metadata').read_text())
+  assert host['tokens_per_microbatch'] == 2 * 32
 
 
 # ---- Evaluation alone -------------------------------------------------------

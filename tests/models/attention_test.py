@@ -68,6 +68,16 @@ def test_a_count_is_the_mask_of_the_first_places():
     np.testing.assert_allclose(out, _plain(q, k, v, mask), atol=1e-12)
 
 
+@pytest.mark.parametrize('kind', ['mask', 'counts'])
+def test_keys_may_have_their_places_last(kind):
+  q, k, v, mask = map(jnp.asarray, _inputs())
+  if kind == 'counts':
+    mask = jnp.array([[0, 1, 5], [2, 3, 4]], jnp.int32)
+  expected = attention.attend(q, k, v, mask)
+  turned = attention.attend(q, jnp.swapaxes(k, 2, 3), v, mask, turned=True)
+  np.testing.assert_allclose(turned, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize('length', [2, 5, 150])
 def test_no_mask_is_the_causal_one(length):
   q, k, v, _ = _inputs(length=length, cache=max(length, 5))
@@ -189,6 +199,99 @@ def test_attend_rows_equals_attend_with_the_mask(
     )
     assert not actual[0][0, length - 20 :].any()  # padding
     assert not actual[1][1][0, length - 20 :].any()
+
+
+def test_window_mask_by_hand():
+  # A prefix of two tokens, a sequence of three behind it, one without window.
+  ids = jnp.array([[-1, -1, 1, 1, 1, 2, 2]])
+  positions = jnp.array([[0, 1, 2, 3, 4, 2, 3]])
+  span = attention_xla.Span(positions, jnp.int32(2))
+  mask = attention_xla.segment_mask(ids, span)
+  np.testing.assert_array_equal(
+    mask[0].astype(int),
+    [
+      [1, 0, 0, 0, 0, 0, 0],
+      [1, 1, 0, 0, 0, 0, 0],
+      [0, 1, 1, 0, 0, 0, 0],
+      [0, 0, 1, 1, 0, 0, 0],
+      [0, 0, 0, 1, 1, 0, 0],
+      # Next to the prefix by its position, though not by its place.
+      [0, 1, 0, 0, 0, 1, 0],
+      [0, 0, 0, 0, 0, 1, 1],
+    ],
+  )
+
+
+def _positions(ids):
+  """Of rows with at most one prefix, in front."""
+  out = np.zeros_like(ids)
+  for row in range(len(ids)):
+    prefix = int((ids[row] == -1).sum())
+    for segment in np.unique(ids[row]):
+      places = np.flatnonzero(ids[row] == segment)
+      begin = prefix if segment > 0 else 0
+      out[row, places] = begin + np.arange(len(places))
+  return out
+
+
+@pytest.mark.parametrize('window', [1, 7, 2**31 - 1])
+def test_windows_in_rows_equal_attend_with_the_mask(window, monkeypatch):
+  monkeypatch.setattr(attention_xla, '_LARGEST_BLOCK', 16)  # ten blocks
+  q, k, v, ids = _packed_rows(150)
+  positions = _positions(ids)
+  distance = positions[:, :, None] - positions[:, None]
+  with jax.enable_x64(True):
+    mask = np.asarray(attention.segment_mask(jnp.asarray(ids)))
+    mask = mask & (distance < window)
+    q, k, v, ids, positions = map(jnp.asarray, (q, k, v, ids, positions))
+    weights = jnp.asarray(np.random.default_rng(4).normal(size=q.shape))
+
+    def run(f):
+      loss = lambda q, k, v: jnp.sum(f(q, k, v) * weights)
+      grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+      return jax.jit(f)(q, k, v), grad(q, k, v)
+
+    front = lambda x: jnp.swapaxes(x, 1, 2)
+    expected = run(
+      lambda q, k, v: attention.attend(q, front(k), front(v), mask)
+    )
+    actual = run(
+      lambda q, k, v: attention.attend_rows(
+        q, k, v, ids, positions, jnp.int32(window)
+      )
+    )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), actual, expected
+  )
+
+
+def test_blocks_out_of_the_window_are_left_out():
+  ids = jnp.ones((2, 8), jnp.int32)
+  pairs = jnp.array([(i, j) for i in range(4) for j in range(i + 1)])
+
+  def pairs_seen(window, ids):
+    span = attention_xla.Span(jnp.zeros_like(ids), jnp.int32(window))
+    seen = jnp.zeros((4, 4), jnp.int32)
+    body = lambda seen, pair: seen.at[pair[0], pair[1]].add(1)
+    return attention_xla._over_pairs(body, seen, pairs, 2, ids, span)
+
+  # Blocks of two: place 2 sees place 1 from a window of 2 on, place 4 sees
+  # place 1 from one of 4 on.
+  band = lambda n: np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -n)
+  for window, blocks in ((1, 1), (2, 2), (3, 2), (4, 3), (6, 4)):
+    np.testing.assert_array_equal(pairs_seen(window, ids), band(blocks))
+  prefix = ids.at[1, 0].set(-1)
+  expected = band(1)
+  expected[:, 0] = 1
+  np.testing.assert_array_equal(pairs_seen(1, prefix), expected)
+
+
+@pytest.mark.parametrize('task, name', [('rows', 'xla'), ('decode', 'pallas')])
+def test_only_decoding_has_a_kernel_for_windows(task, name):
+  chosen = attention.implementation(
+    task, 'gpu', 'bfloat16', 64, 2048, sliding=True
+  )
+  assert chosen.startswith(name)
 
 
 def test_memory_of_rows_is_linear_in_their_length():

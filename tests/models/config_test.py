@@ -16,6 +16,7 @@ _LLAMA = dict(
   num_attention_heads=4,
 )
 _QWEN = _LLAMA | dict(model_type='qwen2')
+_MISTRAL = _LLAMA | dict(model_type='mistral', num_key_value_heads=2)
 _LLAMA3 = dict(
   factor=8.0,
   low_freq_factor=1.0,
@@ -77,18 +78,66 @@ def test_round_trip(hf):
   assert config_lib.from_hf(file) == config
 
 
-def test_an_unused_window_is_fine_and_one_in_use_is_refused():
-  window = dict(sliding_window=64, max_window_layers=2)
-  config_lib.from_hf(_QWEN | window | dict(use_sliding_window=False))
-  config_lib.from_hf(_QWEN | window | dict(use_sliding_window=True))
-  with pytest.raises(ValueError, match='sliding-window attention is in use'):
-    config_lib.from_hf(
-      _QWEN | window | dict(use_sliding_window=True, max_window_layers=1)
-    )
-  with pytest.raises(ValueError, match='sliding-window attention is in use'):
-    config_lib.from_hf(
-      _QWEN | dict(layer_types=['full_attention', 'sliding_attention'])
-    )
+_WINDOW = dict(use_sliding_window=True, sliding_window=64)
+_TYPES = ['sliding_attention', 'full_attention']
+
+
+@pytest.mark.parametrize(
+  'hf, expected',
+  [
+    (_QWEN | _WINDOW | dict(use_sliding_window=False), (0, 0)),
+    (_QWEN | _WINDOW | dict(sliding_window=None), (0, 0)),
+    (_QWEN | _WINDOW, (0, 0)),  # from layer 28 on
+    (_QWEN | _WINDOW | dict(max_window_layers=1), (0, 64)),
+    (_QWEN | _WINDOW | dict(layer_types=_TYPES), (64, 0)),
+    (_QWEN | _WINDOW | dict(layer_types=_TYPES[1:] * 2), (0, 0)),
+    (_QWEN | dict(use_sliding_window=True, max_window_layers=0), (4096, 4096)),
+    (_MISTRAL, (4096, 4096)),  # transformers' default
+    (_MISTRAL | dict(sliding_window=None), (0, 0)),
+    (_MISTRAL | dict(sliding_window=8), (8, 8)),
+  ],
+)
+def test_windows(hf, expected):
+  config = config_lib.from_hf(hf)
+  assert config.windows == expected
+  again = config_lib.from_hf(json.loads(json.dumps(config_lib.to_hf(config))))
+  assert again == config and again.windows == expected
+
+
+@pytest.mark.parametrize(
+  'hf, message',
+  [
+    (
+      _QWEN | dict(layer_types=_TYPES),
+      r'sliding layers \(0,\), but .* no window',
+    ),
+    (_LLAMA | dict(layer_types=_TYPES), r'no window \(llama'),
+    (_QWEN | _WINDOW | dict(layer_types=_TYPES * 2), 'each of 2 layers'),
+    (_QWEN | _WINDOW | dict(layer_types=['chunked'] * 2), 'expected full_att'),
+    (_MISTRAL | dict(layer_types=_TYPES), 'does not compute it either'),
+    (_LLAMA | dict(model_type='mistral'), "lacks .'num_key_value_heads'"),
+  ],
+)
+def test_refused_windows(hf, message):
+  with pytest.raises(ValueError, match=message):
+    config_lib.from_hf(hf)
+
+
+def test_windows_that_cannot_be():
+  make = testing.tiny_config
+  with pytest.raises(ValueError, match='sliding_window=5 with .*=\\(\\)'):
+    make(sliding_window=5)
+  with pytest.raises(ValueError, match='expected different layers of 0..1'):
+    make(sliding_window=5, sliding_layers=(1, 2))
+  with pytest.raises(ValueError, match='llama has no sliding windows'):
+    make(sliding_window=5, sliding_layers=(1,))
+  with pytest.raises(ValueError, match='in all layers or in none'):
+    make(family='mistral', sliding_window=5, sliding_layers=(1,))
+  with pytest.raises(ValueError, match='mistral has no biases'):
+    make(family='mistral', attention_bias=True)
+  # From a JSON file: a list.
+  whole = make(family='mistral', sliding_window=5, sliding_layers=[0, 1])
+  assert hash(whole) and whole.windows == (5, 5)
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_gradients_agree_over_chunks_and_remat():
     return jax.grad(loss)(params)
 
   testing.assert_norm_close(
-    gradient(6, True), gradient(2048, False), 'gradient_layout_float32'
+    gradient(6, 'block'), gradient(2048, 'none'), 'gradient_layout_float32'
   )
 
 

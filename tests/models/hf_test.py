@@ -91,6 +91,15 @@ _CONFIGS = {
     rope_scaling=_scaling('yarn', factor=4.0, original_max_positions=32)
   ),
   'qwen2': dict(family='qwen2', attention_bias=True, tied_embeddings=False),
+  # 40 tokens
+  'qwen2-sliding': dict(
+    family='qwen2',
+    attention_bias=True,
+    num_layers=3,
+    sliding_window=9,
+    sliding_layers=(0, 2),
+  ),
+  'mistral': dict(family='mistral', sliding_window=5, sliding_layers=(0, 1)),
   'qwen2-tied': dict(family='qwen2', attention_bias=True, rope_theta=1e6),
 }
 

@@ -117,6 +117,7 @@ def test_prefill_equals_the_full_forward_pass(params):
   for prefilled in (whole, behind):
     testing.assert_close(prefilled.logits, expected, 'teacher_forced')
   assert whole.cache.keys[0].shape == (3, 2, 7, 6)  # B H W E
+  assert not whole.cache.turned
   # The cache behind the prefix, and the prefix itself, are parts of the whole.
   real = np.arange(7)[None] < lengths[:, None]
   for layer in range(2):
@@ -181,6 +182,27 @@ def test_keep_and_grow():
   assert grown.cache.keys[0][0, 0, :, 0].tolist() == [2, 2, 2, 2, 0, 0]
   ended = decode.release(grown, np.array([False, True]))
   assert ended.done.tolist() == [False, True]
+
+
+def test_turned_slots_hold_the_same(params):
+  _, prefilled = _prefill(params, 0)
+  rows, slots = jnp.array([2, 0, 1]), jnp.array([3, 1, 4])
+  caches = [
+    cache_lib.grow(
+      cache_lib.copy_rows(
+        cache_lib.zeros(_CONFIG, 4, 9, jnp.float32, turned=turned),
+        prefilled.cache, slots, rows, np.int32(2),
+      ),
+      11,
+    )
+    for turned in (False, True)
+  ]  # fmt: skip
+  assert caches[1].keys[0].shape == (4, 2, 6, 11)  # N H E C
+  for plain, turned in zip(caches[0].keys, caches[1].keys):
+    assert np.asarray(plain[3]).any()
+    np.testing.assert_array_equal(np.swapaxes(turned, 2, 3), plain)
+  for plain, turned in zip(caches[0].values, caches[1].values):
+    np.testing.assert_array_equal(turned, plain)
 
 
 def test_bytes_of_a_cache():

@@ -10,6 +10,8 @@ import pytest
 from rlhf_jax import keys as keys_lib
 from rlhf_jax import testing
 from rlhf_jax.sampling import pick
+from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import rules
 
 _KEY = keys_lib.key(0, 'rollout', 3)
 _pick = jax.jit(pick.pick)
@@ -272,6 +274,36 @@ def test_extreme_logits_give_numbers():
 
 
 # ---- Biases, bans, min-p, minimum length -------------------------------------
+
+
+def test_blocks_of_rows_draw_the_same_bits(monkeypatch):
+  """Also where some blocks have rows that are truncated, and some do not."""
+  logits = _logits(48, vocab=1000)
+  asked = dict(
+    temperature=np.linspace(0, 2, 48),
+    top_k=np.where(np.arange(48) < 5, 3, 0),
+    top_p=np.where(np.arange(48) == 40, 0.5, 1.0),
+    all_=True,
+  )
+  assert pick._block(jnp.asarray(logits)) == 16
+  in_blocks = _run(logits, **asked)
+  monkeypatch.setattr(pick, '_block', len)
+  _pick.clear_cache()
+  for actual, expected in zip(in_blocks, _run(logits, **asked), strict=True):
+    np.testing.assert_array_equal(actual, expected)
+  _pick.clear_cache()
+
+
+def test_size_of_a_block():
+  sizes = [pick._block(jnp.zeros((n, 3))) for n in (1, 7, 16, 32, 40, 31, 100)]
+  assert sizes == [1, 7, 16, 16, 10, 31, 10]
+  # A loop over blocks would gather rows that are split over devices.
+  mesh = mesh_lib.make(data=4, tensor=2)
+  seen = []
+  split = rules.sharding(mesh, ('rows', None), (32, 3), rules.ROLLOUT)
+  split = jax.device_put(jnp.zeros((32, 3)), split)
+  jax.jit(lambda x: seen.append(pick._block(jnp.sin(x) + 1)))(split)
+  assert seen == [32]
 
 
 def test_min_p_by_hand():

@@ -154,6 +154,16 @@ def test_critic_of_another_kind(tmp_path, fields, message):
   'trainer, changes, message',
   [
     ('sft', {'model.head_chunk': 0}, 'head_chunk=0 must be 1 or more tokens'),
+    (
+      'sft',
+      {'model.remat': 'full'},
+      "model.remat='full' is not one of .'block', 'none', 'offload'.",
+    ),
+    (
+      'ppo',
+      {'training.gradient_dtype': 'float16'},
+      "gradient_dtype='float16' is not one of .'bfloat16', 'float32'.",
+    ),
     ('sft', {'checkpoint.keep': 0}, 'checkpoint.keep=0 must be 1 or more'),
     ('sft', {'checkpoint.every': -1}, 'checkpoint.every=-1 must be 0'),
     ('ppo', {'rollout.top_k': -1}, 'top_k=-1 must be 0 .off. or more tokens'),
@@ -306,6 +316,10 @@ _NUMBERS = arithmetic.Numbers(
     ({'actor.optimizer.max_grad_norm': -1.0}, 'max_grad_norm=-1.0 must be 0'),
     ({'actor.optimizer.warmup_updates': -1}, 'warmup_updates=-1 must be 0 or'),
     ({'critic.optimizer.b1': 1.5}, r'critic.optimizer.b1=1.5 must be in \[0'),
+    (
+      {'critic.optimizer.moments_dtype': 'int8'},
+      "critic.optimizer.moments_dtype='int8' is not one of .'bfloat16'",
+    ),
     ({'actor.optimizer.eps': 0.0}, 'actor.optimizer.eps=0.0 must be more'),
     (
       {

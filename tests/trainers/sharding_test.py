@@ -155,7 +155,7 @@ def _recorded(sizes, folder):
   scores, grads = [], programs['zeros'](state.params)
   statistics = {}
   for batch in batches:
-    (part,) = experience_lib.slices(batch, _ROWS, mesh)
+    (part,) = experience_lib.slices(batch, _ROWS, live.setup.islands)
     scores.append(live.passes['actor'](state.params, rows=part.rows).logprobs)
     grads, new = programs['accumulate'](state.params, grads, part, _COEFS)
     statistics = metrics.merge(statistics, new)
@@ -163,7 +163,7 @@ def _recorded(sizes, folder):
   for batch in (*batches, batches[0]):
     state, _ = update.update(
       state,
-      experience_lib.slices(batch, _ROWS, mesh),
+      experience_lib.slices(batch, _ROWS, live.setup.islands),
       _COEFS,
       programs=programs,
       prefix='actor',
