@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from rlhf_jax import types
 from rlhf_jax.planner import programs as programs_lib
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import arithmetic
 from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import run as run_lib
@@ -164,20 +165,17 @@ def ahead(
   config = setup.config
   if config.evaluation.only:
     return setup
-  most, began = limit(config, setup.mesh), time.perf_counter()
+  began = time.perf_counter()
+  # All processes must choose alike.
+  limits = multihost.gather(setup.islands, limit(config, setup.mesh))
+  most = min((x for x in limits if x is not None), default=None)
   if run.restored_in(setup.name) is not None:
     setup = with_microbatch(setup, run.host.tokens_per_microbatch)
     done = compile_all(programs_lib.of_stage(setup, parts))
   elif config.training.tokens_per_microbatch == arithmetic.AUTO:
     setup, done = largest_that_fits(setup, parts, most)
   else:
-    # After an attempt that ran out of memory it is smaller than the config's.
-    known = workdir.allowed_microbatch(run.workdir, setup.name)
-    if known:
-      groups = mesh_lib.data_groups(setup.mesh)
-      own = setup.numbers.tokens_per_microbatch // groups
-      setup = with_microbatch(setup, min(own, known['tokens_per_microbatch']))
-    done = compile_all(programs_lib.of_stage(setup, parts))
+    done = compile_all(programs_lib.of_stage(_heed(setup, run), parts))
   found = phases(done)
   check(setup, found, most)
   seconds = time.perf_counter() - began
@@ -197,6 +195,15 @@ def ahead(
     peak_bytes={phase.name: phase.peak for phase in found},
   )
   return setup
+
+
+def _heed(setup: setup_lib.Setup, run: run_lib.Run) -> setup_lib.Setup:
+  """With what `Run.heed_memory` will lower the micro-batch to."""
+  known = workdir.allowed_microbatch(run.workdir, setup.name)
+  if known is None:
+    return setup
+  own = setup.numbers.tokens_per_microbatch // mesh_lib.data_groups(setup.mesh)
+  return with_microbatch(setup, min(own, known['tokens_per_microbatch']))
 
 
 def with_microbatch(setup: setup_lib.Setup, tokens: int) -> setup_lib.Setup:
