@@ -76,7 +76,7 @@ def test_the_largest_microbatch_that_fits(monkeypatch):
   )
   parts, known, original = sft.parts(setup), {}, memory.compile_all
 
-  def compile_once(plan, done=None):
+  def compile_once(plan, done=None, note=None):
     rows = plan.programs[1].calls  # micro-batches of a mini-batch
     if rows not in known:
       known[rows] = original(plan, done)

@@ -166,11 +166,11 @@ def test_the_reference_lives_on_the_host(mesh, tmp_path, from_folder):
     hf.export(path, params, model)
   setup = types_lib.SimpleNamespace(
     name='ppo', model=model, mesh=mesh, offloads=lambda name: True,
-    config=ConfigDict({'model': {'path': path}}),
+    config=ConfigDict({'model': {'path': path, 'lora': {'path': ''}}}),
   )  # fmt: skip
   begun, where = roles_lib.begin_reference(setup, tmp_path, params, True)
   assert ('path' in where) == from_folder
-  again = roles_lib.restore_reference(setup, tmp_path, where)
+  again = roles_lib.restore_reference(setup, tmp_path, where, {})
   for reference in (begun, again):
     assert _kinds(reference) == {'pinned_host'}
     _equal(reference, params)
