@@ -48,7 +48,7 @@ RESTRICTED = {
                      'trainers.checks',
                      'trainers.setup', 'trainers.run', 'trainers.ppo',
                      'trainers.sft', 'trainers.reward', 'trainers.preference',
-                     'planner.memory'},
+                     'planner.fit'},
   # Its API is in flux and it does not import on some newer JAX versions.
   'flax.nnx': set(),
   # Tests use the package, not the other way round.

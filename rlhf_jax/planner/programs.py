@@ -42,9 +42,10 @@ class Program:
   calls: float  # a step
   flops: float = 0.0  # of a call, over all devices
   trips: float = 1.0  # of a loop whose length is data
-  # Arguments (by place or keyword) and results that live only for the call;
-  # all others are in the `Plan`.
-  passing: tuple[int | str, ...] = ()
+  reads: float = 1.0  # how often a call goes through its arguments
+  # Arguments that live on the devices only for the call, and whether its
+  # results do; all others are in the `Plan`.
+  passing: Callable[[Mapping[str, Compiled]], Any] = lambda done: ()
   result_passes: bool = False
   by_rows: bool = False  # its shapes follow the micro-batch
 
@@ -62,6 +63,8 @@ class Plan:
   resident: dict[str, types.PyTree]
   # Phase -> kind -> abstract arrays that live in that phase.
   in_phase: dict[str, Callable[[Mapping[str, Compiled]], dict[str, Any]]]
+  # Phases on devices of their own.
+  apart: tuple[str, ...] = ()
 
 
 def of_stage(setup: setup_lib.Setup, parts: roles_lib.Parts) -> Plan:
@@ -105,7 +108,56 @@ def of_stage(setup: setup_lib.Setup, parts: roles_lib.Parts) -> Plan:
     in_phase['gen'] = lambda done: held['gen'] | _rollout_arrays(done)
   order = list(PHASES)
   found.sort(key=lambda program: order.index(program.phase))
-  return Plan(found, resident, in_phase)
+  return Plan(found, resident, in_phase, apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrays:
+  """The abstract arrays of the roles."""
+
+  states: dict[str, state_lib.TrainState]  # on the devices
+  stored: dict[str, state_lib.TrainState]  # where they live between uses
+  gradients: dict[str, types.PyTree]
+  frozen: types.PyTree  # the model under adapters, {} without
+  reference: types.PyTree | None
+  reference_stored: types.PyTree
+  shares: bool  # the reference is the frozen model itself
+
+  def params(self, role: str) -> types.PyTree:
+    """What the forward pass of a role reads."""
+    params = self.states[role].params
+    return lora.combine(self.frozen, params) if role == 'actor' else params
+
+
+def _arrays(setup, parts) -> _Arrays:
+  mesh, config = setup.mesh, setup.config
+  state_of = lambda one, host: state_lib.abstract(
+    one.optimizer, mesh, one.specs, host=host
+  )
+  learners, host = parts.learners, roles_lib.host_fields(setup)
+  states = {role: state_of(one, ()) for role, one in learners.items()}
+  stored = {role: state_of(one, host) for role, one in learners.items()}
+  place = lambda specs, dtype: checkpoint.abstract(
+    spec.abstract(specs, dtype), rules.params(mesh, specs)
+  )
+  dtype = jnp.dtype(config.training.gradient_dtype)
+  gradients = {role: place(one.specs, dtype) for role, one in learners.items()}
+  actor, frozen = learners['actor'], {}
+  if actor.adapts:
+    base = setup_lib.dtype(config.model.lora.base_dtype)
+    scale = jax.ShapeDtypeStruct(
+      (), jnp.float32, sharding=rules.sharding(mesh, (), ())
+    )
+    frozen = place(actor.model_specs, base) | {lora.SCALE: scale}
+  reference, kept = None, ()
+  # See `roles.begin_reference`.
+  shares = bool(frozen) and not setup.first_step and not config.model.lora.path
+  if parts.plan is not None and parts.plan.reference:
+    kept = states['actor'].params
+    reference = frozen if shares else lora.combine(frozen, kept)
+    if setup.offloads('reference'):
+      kept = checkpoint.abstract(kept, rules.in_host(kept))
+  return _Arrays(states, stored, gradients, frozen, reference, kept, shares)
 
 
 def _hold(resident, held, kind, arrays, used) -> None:
@@ -215,14 +267,14 @@ def _states(setup):
 
 def _updates(setup, parts, states, params, frozen) -> list[Program]:
   """zeros, accumulate and apply of every role."""
-  numbers, remat = setup.numbers, setup.config.model.remat
+  numbers, plan = setup.numbers, parts.plan
   tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
   number = jax.ShapeDtypeStruct((), jnp.float32)
   batch = _batch(setup, parts)
   found = []
   for role, programs in parts.updates.items():
-    state, coefs = states[role], {}
-    if parts.plan is not None:
+    state, grads, coefs = arrays.states[role], arrays.gradients[role], {}
+    if plan is not None:
       coefs = dict(entropy=number, kl=number)
       if parts.plan.exact_loss:
         coefs['reference_head'] = heads.head_params(params['reference'])
@@ -233,6 +285,7 @@ def _updates(setup, parts, states, params, frozen) -> list[Program]:
     passes = 3 + (remat == 'block')
     forward = forward_flops(setup, tokens, head=role == 'actor')
     updates = numbers.updates_per_step
+    fetched = (state.opt_state,) if setup.offloads('optimizer') else ()
     add = lambda name, calls, arguments, role=role, programs=programs, **more: (
       found.append(
         Program(
@@ -260,6 +313,8 @@ def _passes(setup, parts, params) -> list[Program]:
 
   def add(name, phase, role, *, head, **keywords):
     keywords = dict(rows=rows_like(setup)) | keywords
+    passing = (keywords, params if setup.offloads(fetched) else ())
+    forward = forward_flops(setup, tokens, head=role != 'critic')
     found.append(
       Program(
         name, phase, parts.passes[role],
@@ -282,13 +337,12 @@ def _passes(setup, parts, params) -> list[Program]:
   return found
 
 
-def _rollout(setup, parts, params) -> list[Program]:
+def _rollout(setup, parts, arrays) -> list[Program]:
   """relayout, and the sampler's programs at their largest."""
   sampler = setup.sampler(setup.config.rollout.samples_per_prompt)
   shape, mesh = sampler['shape'], sampler['mesh']
   sizes = engine.largest(**sampler)
-  # The rollout may run on islands of the training mesh, side by side.
-  sequences = setup.numbers.sequences_per_step * mesh.size // setup.mesh.size
+  sequences = setup.numbers.sequences_per_step // setup.islands.count
   prompts = math.ceil(sequences / shape.samples_per_prompt / sizes.prompts)
   rounds = math.ceil(sequences / sizes.slots)
   middle = shape.max_prompt_tokens + shape.max_new_tokens / 2
@@ -296,13 +350,21 @@ def _rollout(setup, parts, params) -> list[Program]:
   rows, width, slots = sizes.prompts, sizes.width, sizes.slots
   prefill = dict(flops=forward(rows * width, rows, rows * width**2 / 2))
   decode = dict(
-    flops=forward(slots, slots, slots * middle) * shape.chunk, trips=shape.chunk
+    flops=forward(slots, slots, slots * middle) * shape.chunk,
+    trips=shape.chunk,
+    reads=shape.chunk,
   )
   more = {
     'prefill': (prompts, prefill),
-    'insert': (math.ceil(sequences / sizes.inserted), {}),
+    'insert': (
+      math.ceil(sequences / sizes.inserted),
+      dict(trips=sizes.inserted),
+    ),
     'advance': (rounds * math.ceil(shape.max_new_tokens / shape.chunk), decode),
-    'grow': (0, dict(result_passes=True, passing=(0,))),
+    'grow': (
+      0,
+      dict(result_passes=True, passing=lambda done: done['less'].out_info),
+    ),
   }
 
   def policy(done):
@@ -314,10 +376,12 @@ def _rollout(setup, parts, params) -> list[Program]:
       results(done['relayout']),
     )
 
+  params = arrays.params('actor')
+  fetched = arrays.states['actor'].params if setup.offloads('params') else ()
   found = [
     Program(
       'relayout', 'relayout', parts.relayout, lambda done: ((params,), {}),
-      setup.mesh, 1, result_passes=True,
+      setup.mesh, 1, result_passes=True, passing=lambda done: fetched,
     )
   ]  # fmt: skip
   for name, function, arguments in engine.ahead(
