@@ -347,15 +347,15 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
       'gathers reach over more devices',
     ),
     (
-      update and config.model.remat == 'none',
+      update and config.model.remat in (False, 'none'),
       worst.temporaries / 2,
-      'model.remat=block',
+      'model.remat=' + ('True' if config.model.remat is False else "'block'"),
       'one more forward pass in the updates',
     ),
     (
-      known.get('actor.optimizer.moments_dtype') == 'float32',
+      known.get('optimizer.moments_dtype') == 'float32',
       of('optimizer') / 2,
-      'actor.optimizer.moments_dtype=bfloat16',
+      'optimizer.moments_dtype=bfloat16',
       'rounded moments',
     ),
     (

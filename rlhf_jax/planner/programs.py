@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from rlhf_jax import tree
+from rlhf_jax import checkpoint
 from rlhf_jax import types
 from rlhf_jax.models import flops
 from rlhf_jax.models import heads
 from rlhf_jax.models import lora
+from rlhf_jax.models import spec
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import rules
-from rlhf_jax.trainers import adapters
 from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -74,38 +74,26 @@ def of_stage(setup: setup_lib.Setup, parts: roles_lib.Parts) -> Plan:
     setup: of the stage; `numbers` decides the micro-batch.
     parts: what the stage computes with.
   """
-  host = ('opt_state',) if setup.offloads('optimizer') else ()
-  states = {
-    role: state_lib.abstract(one.optimizer, setup.mesh, one.specs, host=host)
-    for role, one in parts.learners.items()
-  }
-  frozen = {}
-  if parts.learners['actor'].adapts:
-    frozen = adapters.abstract_frozen(setup)
-  # What each role's forward pass reads.
-  params = {role: state.params for role, state in states.items()}
-  params['actor'] = lora.combine(frozen, params['actor'])
-  resident, held = {}, {name: {} for name in PHASES}
-  if frozen:
-    resident['model under the adapters'] = frozen
-  lone = setup.config.model.path and not setup.config.model.lora.path
-  if frozen and lone and not setup.first_step:
-    params['reference'] = frozen  # as `roles.begin_reference` has it
-  elif parts.plan is not None and parts.plan.reference:
-    params['reference'] = params['actor']
-    _hold(resident, held, 'reference', states['actor'].params,
-          ('ref',) if setup.offloads('reference') else None)  # fmt: skip
-  for role, state in states.items():
-    used = _USED[role] if setup.offloads('params') else None
-    _hold(resident, held, f'{role} parameters', state.params, used)
-    resident[f'{role} optimizer'] = state.opt_state
-    held[f'update_{role}']['gradients'] = _gradients(setup, state)
-  found = _updates(setup, parts, states, params, frozen)
-  in_phase = {name: lambda done, more=more: more for name, more in held.items()}
+  arrays = _arrays(setup, parts)
+  resident, in_phase = {}, {}
+  for role, stored in arrays.stored.items():
+    resident[f'{role} parameters'] = stored.params
+    resident[f'{role} optimizer'] = stored.opt_state
+    held = {'gradients': arrays.gradients[role]}
+    if setup.offloads('params'):  # fetched for all updates of a step
+      held['fetched parameters'] = arrays.states[role].params
+    in_phase[f'update_{role}'] = lambda done, held=held: held
+  if arrays.frozen:
+    resident['frozen parameters'] = arrays.frozen
+  found, apart = _updates(setup, parts, arrays), ()
   if parts.plan is not None:
-    found += _passes(setup, parts, params)
-    found += _rollout(setup, parts, params['actor'])
-    in_phase['gen'] = lambda done: held['gen'] | _rollout_arrays(done)
+    resident['reference'] = () if arrays.shares else arrays.reference_stored
+    found += _passes(setup, parts, arrays)
+    found += _rollout(setup, parts, arrays)
+    in_phase['gen'] = _rollout_arrays
+    training = set(setup.mesh.devices.flat)
+    if not training & set(setup.islands.rollout.devices.flat):
+      apart = ('gen',)
   order = list(PHASES)
   found.sort(key=lambda program: order.index(program.phase))
   return Plan(found, resident, in_phase, apart)
@@ -160,25 +148,6 @@ def _arrays(setup, parts) -> _Arrays:
   return _Arrays(states, stored, gradients, frozen, reference, kept, shares)
 
 
-def _hold(resident, held, kind, arrays, used) -> None:
-  """Notes arrays that live all stage, or in the phases that use them."""
-  if used is None:
-    resident[kind] = arrays
-    return
-  for phase in used:
-    held[phase][kind] = arrays
-
-
-def _gradients(setup, state) -> types.PyTree:
-  return tree.cast(state.params, setup.config.training.gradient_dtype)
-
-
-# Phases in which the parameters of a role are on the devices, where they live
-# on the host.
-_USED = {
-  'actor': ('relayout', 'old_log_prob', 'update_actor'),
-  'critic': ('values', 'update_critic'),
-}
 PHASES = {
   'relayout': 'weights of the rollout',
   'gen': 'rollout',
@@ -265,7 +234,7 @@ def _states(setup):
   return _rows(setup, dtype, setup.model.d_model)
 
 
-def _updates(setup, parts, states, params, frozen) -> list[Program]:
+def _updates(setup, parts, arrays) -> list[Program]:
   """zeros, accumulate and apply of every role."""
   numbers, plan = setup.numbers, parts.plan
   tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
@@ -276,13 +245,12 @@ def _updates(setup, parts, states, params, frozen) -> list[Program]:
     state, grads, coefs = arrays.states[role], arrays.gradients[role], {}
     if plan is not None:
       coefs = dict(entropy=number, kl=number)
-      if parts.plan.exact_loss:
-        coefs['reference_head'] = heads.head_params(params['reference'])
-    if frozen and role == 'actor':
-      coefs['frozen'] = frozen
-    gradients = _gradients(setup, state)
+      if plan.exact_loss:
+        coefs['reference_head'] = heads.head_params(arrays.reference)
+    if role == 'actor' and arrays.frozen:
+      coefs['frozen'] = arrays.frozen
     # A pass backward is two forward, and what it recomputes is another.
-    passes = 3 + (remat == 'block')
+    passes = 3 + (setup.remat == 'block')
     forward = forward_flops(setup, tokens, head=role == 'actor')
     updates = numbers.updates_per_step
     fetched = (state.opt_state,) if setup.offloads('optimizer') else ()
@@ -297,43 +265,45 @@ def _updates(setup, parts, states, params, frozen) -> list[Program]:
     add('zeros', updates, (state.params,))
     add(
       'accumulate', updates * microbatches(setup),
-      (state.params, gradients, batch, coefs),
-      flops=forward * passes, passing=(2,), by_rows=True,
+      (state.params, grads, batch, coefs),
+      flops=forward * passes, passing=lambda done: batch, by_rows=True,
     )  # fmt: skip
-    add('apply', updates, (state, gradients))
+    add(
+      'apply', updates, (state, grads), passing=lambda done, x=fetched: x
+    )  # fmt: skip
   return found
 
 
-def _passes(setup, parts, params) -> list[Program]:
+def _passes(setup, parts, arrays) -> list[Program]:
   """The forward passes of a step, see `measure`."""
   numbers, plan = setup.numbers, parts.plan
   tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
   calls = numbers.minibatches_per_step * microbatches(setup)
   found = []
 
-  def add(name, phase, role, *, head, **keywords):
+  def add(name, phase, role, params, fetched, **keywords):
     keywords = dict(rows=rows_like(setup)) | keywords
     passing = (keywords, params if setup.offloads(fetched) else ())
     forward = forward_flops(setup, tokens, head=role != 'critic')
     found.append(
       Program(
-        name, phase, parts.passes[role],
-        lambda done: ((params[role],), keywords),
-        setup.mesh, calls, flops=forward_flops(setup, tokens, head=head),
-        by_rows=True, passing=tuple(keywords), result_passes=True,
+        name, phase, parts.passes[role], lambda done: ((params,), keywords),
+        setup.mesh, calls, flops=forward, by_rows=True,
+        passing=lambda done: passing, result_passes=True,
       )
     )  # fmt: skip
 
   if plan.reference:
-    add('reference', 'ref', 'reference', head=True)
+    add('reference', 'ref', 'reference', arrays.reference, 'reference')
   if plan.old_pass:
     exact = {}
     if plan.divergence:
-      head = heads.head_params(params['reference'])
+      head = heads.head_params(arrays.reference)
       exact['reference'] = head, _states(setup)
-    add('log-probs', 'old_log_prob', 'actor', head=True, **exact)
+    actor = arrays.params('actor')
+    add('log-probs', 'old_log_prob', 'actor', actor, 'params', **exact)
   if plan.critic:
-    add('values', 'values', 'critic', head=False)
+    add('values', 'values', 'critic', arrays.params('critic'), 'params')
   return found
 
 

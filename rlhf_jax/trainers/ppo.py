@@ -19,7 +19,7 @@ from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import flops
-from rlhf_jax.planner import memory as planned_memory
+from rlhf_jax.planner import fit
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
@@ -53,7 +53,7 @@ def train(
     The actor's parameters after the last step; with adapters, see `lora`.
   """
   computes = parts(setup)
-  setup = planned_memory.ahead(setup, run, computes)
+  setup = fit.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   algorithm, seed = config.algorithm, config.seed
