@@ -35,6 +35,7 @@ from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
 from rlhf_jax.models import hf
 from rlhf_jax.models import spec
+from rlhf_jax.sampling import cache as cache_lib
 from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import engine
 from rlhf_jax.sampling import pick
@@ -179,15 +180,16 @@ class Model:
   def attention_seconds(self, rows, context):
     """The attention of a decode step alone."""
     config = self.config
-    shape = rows, config.num_kv_heads, context, config.head_dim
-    cache = [jnp.ones(shape) for _ in range(config.num_layers)]
+    cache = cache_lib.zeros(
+      config, rows, context, FLOAT32, turned=cache_lib.turned(MESH)
+    )
     q = jnp.ones((rows, 1, config.num_heads, config.head_dim))
-    mask = jnp.ones((rows, 1, context), bool)
+    counts = jnp.full((rows, 1), context, jnp.int32)
 
     @jax.jit
     def run(q, cache):
-      for layer in cache:
-        q = attention.attend(q, layer, layer, mask)
+      for k, v in zip(cache.keys, cache.values):
+        q = attention.attend(q, k, v, counts, turned=cache.turned)
       return q
 
     return seconds(run, q, cache)

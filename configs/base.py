@@ -80,6 +80,9 @@ def get_config() -> ConfigDict:
   )
   config.model.head_chunk = 2048  # tokens per data group with logits at a time
   config.tokenizer = ''  # 'bytes', a folder or hub id; '' = model.path
+  # Bytes that a run may hold on a device; 0 = what the device says it has (a
+  # CPU says nothing, and is not limited).
+  config.memory_limit_bytes = 0
 
   config.mesh = ConfigDict()
   config.mesh.devices = 0  # use the first so many devices; 0 = all
@@ -229,8 +232,12 @@ def get_config() -> ConfigDict:
   config.training.sequences_per_minibatch = 256  # sequences per update
   config.training.epochs_per_step = 1  # passes over the rollout
   config.training.tokens_per_row = 512  # tokens; rows hold whole sequences
-  # Tokens per data group; halved where memory runs out.
-  config.training.tokens_per_microbatch = 2048
+  # Tokens per data group, halved where memory runs out; 'auto' is the largest
+  # power of two times tokens_per_row that fits, found by compiling before the
+  # first step.
+  config.training.tokens_per_microbatch = config_dict.FieldReference(
+    2048, field_type=object
+  )
   # float32 | bfloat16: in which the gradients of micro-batches are added; norms
   # and moments are computed in float32.  bfloat16: up to about 16 of them.
   config.training.gradient_dtype = 'float32'

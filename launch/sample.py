@@ -172,8 +172,12 @@ def talk(sampler: text_lib.Sampler, seed: int) -> Iterator[dict[str, Any]]:
         'the chat template rewrites earlier answers: they are put to the model'
         ' from their text, not by the tokens that it said'
       )
+    try:
+      sampler.wait()
+    except KeyboardInterrupt:  # as if never asked
+      _show('\n')
+      continue
     turns += 1
-    sampler.wait()
     of_turn = text_lib.sequence_seeds(seed, turns)[-1]
     one = text_lib.Answer()
     with Clock() as clock:

@@ -220,7 +220,8 @@ def main(argv: list[str]) -> None:
       )
     except workdir_lib.Refused as error:
       sys.exit(f'error: {error}')
-    except memory.Restart:
+    except memory.Restart as error:
+      sys.stderr.write(f'out of memory, start the same job again: {error}\n')
       code = memory.EXIT_CODE
     sys.exit(code)
 

@@ -115,9 +115,8 @@ def hidden(
   # Without a policy of ours the scan would write about three times as much for
   # the backward pass: every intermediate, and the weights once more.
   body = jax.checkpoint(block, prevent_cse=False, policy=REMAT[remat])
-  embed = _table(params['embed'], dtype, mesh)
-  x = embed[context.fold(tokens, mesh)].astype(dtype)  # R L D
-  x = _split(x, mesh)
+  x = _look_up(params['embed'], tokens, dtype, mesh)  # R L D
+  x = context.fold(x, mesh)
   stacked = params['layers'], _windows(config)
   x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, stacked)
   norm = gather(params['final_norm'], axes['final_norm'])
@@ -331,14 +330,31 @@ def fuse(params: PyTree, dtype: Any = jnp.float32) -> PyTree:
   return unstack(out | {'layers': kept})
 
 
-def _table(embed, dtype, mesh):
-  """The embedding for a look-up."""
-  if mesh is None:
-    return embed  # casting all of it costs more than what is looked up
-  axes = 'vocab', 'embed'
-  whole = rules.gather(embed.astype(dtype), axes, mesh)
-  # Its gradient as well: a scatter into parts of the width would move x.
-  return rules.constrain(whole, axes, mesh, rules.ROLLOUT)
+def _look_up(embed, tokens, dtype, mesh):
+  """Rows of the embedding, [R, L] -> [R, L, D].
+
+  Where its width is split over `fsdp`, each device looks up its part of the
+  width for the tokens of all, and an all-to-all brings together the width of
+  its own: the table and its gradient stay where they are.
+  """
+  split = rules.parts(mesh, 'rows'), rules.parts(mesh, 'places')
+  alone = mesh is None or split == (1, 1)
+  if alone or any(n % k for n, k in zip(tokens.shape, split)):
+    return embed[tokens].astype(dtype)
+  stored = rules.manual(mesh, {1: 'embed'}, embed.shape)
+  axes = stored[1]
+
+  def local(embed, tokens):
+    if not axes:
+      return embed[tokens].astype(dtype)
+    every = jax.lax.all_gather(tokens, axes, axis=0, tiled=True)
+    part = embed[every].astype(dtype)
+    return jax.lax.all_to_all(part, axes, 0, 2, tiled=True)
+
+  run = rules.on_places(
+    local, mesh, tokens.shape, in_specs=(stored, None), out_specs=None
+  )
+  return run(embed, tokens)
 
 
 def _split(x, mesh):

@@ -149,26 +149,30 @@ def token_scores(
   )
   if split == (1, 1):
     mesh = None
-  weights = [_whole(*one, mesh) for one in heads]
+  weights = [weight for weight, _ in heads]
   places = states, other_states, targets, mask, temperature
   if mesh is None:
     return scores(weights, places)
   # Each device goes through its own places: none of them crosses devices, and
   # the gradient of the head does once, and not after every chunk.
-  spec = rules.sharding(mesh, ('rows', 'places'), targets.shape).spec
-  return jax.shard_map(
-    scores,
-    mesh=mesh,
-    in_specs=(jax.sharding.PartitionSpec(), spec),
-    out_specs=spec,
-    axis_names={*rules.TRAINING['rows'], *rules.TRAINING['places']},
-    check_vma=False,
+  stored = [
+    rules.manual(mesh, {axis: 'embed'}, weight.shape) for weight, axis in heads
+  ]
+  # So wide that the gradient is summed over devices in at least float32.  (On
+  # the CPU XLA ends the process over such a sum in bfloat16.)
+  wide = jnp.promote_types(states.dtype, jnp.float32)
+  weights = [weight.astype(wide) for weight in weights]
+
+  def local(weights, places):
+    whole = [
+      rules.gather_manual(weight, spec, states.dtype)
+      for weight, spec in zip(weights, stored)
+    ]
+    return scores(whole, places)
+
+  return rules.on_places(
+    local, mesh, targets.shape, in_specs=(stored, None), out_specs=None
   )(weights, places)
-
-
-def _whole(weight: Array, axis: int, mesh) -> Array:
-  names = ('embed', 'vocab') if axis == 0 else ('vocab', 'embed')
-  return rules.gather(weight, names, mesh)
 
 
 def _scores(
@@ -181,6 +185,7 @@ def _scores(
   """
   mask = places[3]
   length = mask.shape[1]
+  weights = [weight.astype(places[0].dtype) for weight in weights]
   of = lambda weights: [*zip(weights, axes), None][:2]
   if width == length:
     return _chunk(*of(weights), *places, **asked)

@@ -40,6 +40,7 @@ class Shape:
   chunk: int = 64  # tokens a sequence between two looks of the host
   max_stop_ids: int = 16  # per sequence
   max_biases: int = 16  # per sequence
+  prompt_sizes: int = 3  # widths that prompts are padded to, at most
 
   @property
   def width(self) -> int:
@@ -500,7 +501,7 @@ def warm_up(
     )
     for slots in sizes.slots:
       for places in sizes.places:
-        if places < width:
+        if places <= width:  # a rollout begins with one place more
           continue
         state = empty_slots(mesh, shape, slots, places, **options)
         state = decode.insert(
@@ -518,6 +519,110 @@ def warm_up(
   return programs() - before
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """The largest programs of a rollout, see `schedule.buckets`."""
+
+  slots: int
+  places: int  # of the cache, per slot
+  smaller_places: int  # the bucket that grows to it; itself if there is none
+  prompts: int  # of a call of prefill
+  width: int  # tokens of each
+  inserted: int  # sequences of a call of insert
+
+
+def largest(
+  shape: Shape,
+  *,
+  mesh: jax.sharding.Mesh,
+  prefix: np.ndarray | None = None,
+  **unused,
+) -> Sizes:
+  """The sizes that need the most memory; keywords as for `warm_up`."""
+  del unused
+  groups = mesh_lib.rollout_groups(mesh)
+  sizes = _buckets(shape, 0 if prefix is None else len(prefix), groups)
+  width, slots = sizes.widths[-1], sizes.slots[-1]
+  return Sizes(
+    slots=slots,
+    places=sizes.places[-1],
+    smaller_places=sizes.places[-2:][0],
+    prompts=schedule.prefill_rows(width, slots, groups),
+    width=width,
+    inserted=min(INSERT, slots),
+  )
+
+
+def ahead(
+  sizes: Sizes,
+  policy: Callable[[Mapping[str, jax.stages.Compiled]], types.PyTree],
+  results: Callable[[jax.stages.Compiled], types.PyTree],
+  *,
+  config: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  shape: Shape,
+  prefix: np.ndarray | None = None,
+  dtype: jnp.dtype = jnp.float32,
+  **unused,
+) -> Iterator[tuple[str, Callable, Callable]]:
+  """The largest programs, to be compiled before there are arrays.
+
+  Args:
+    sizes: see `largest`.
+    policy: abstract parameters, given what is compiled by name.
+    results: abstract results of a compiled program.
+    config: of the model.
+    mesh: of the rollout.
+    shape: static sizes.
+    prefix: tokens that all prompts share.
+    dtype: of computation and cache.
+    **unused: other keywords of `stream`.
+
+  Yields:
+    Name, jitted function, and a function from what is compiled so far by name
+    to (arguments, keywords).
+  """
+  del unused
+  options = dict(config=config, dtype=dtype)
+  whole = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+  key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
+  n = sizes.inserted
+  asked = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), requests(n, shape)
+  )
+  of_prompts = lambda *shape: jax.ShapeDtypeStruct(
+    shape,
+    np.int32,
+    sharding=rules.rows_sharding(mesh, shape, rules.ROLLOUT),
+  )
+  shared = lambda done: None
+  if prefix is not None and len(prefix):
+    shared = lambda done: results(done['prefix'])
+    yield 'prefix', decode.prefix_cache, lambda done: (
+      (policy(done), whole(len(prefix))), options,
+    )  # fmt: skip
+  for name, places in (('less', sizes.smaller_places), ('empty', sizes.places)):
+    yield name, empty_slots, lambda done, places=places: (
+      (mesh, shape, sizes.slots, places), options,
+    )  # fmt: skip
+  yield 'prefill', decode.prefill, lambda done: (
+    (policy(done), shared(done), of_prompts(sizes.prompts, sizes.width),
+     of_prompts(sizes.prompts)), options,
+  )  # fmt: skip
+  yield 'insert', decode.insert, lambda done: (
+    (results(done['empty']), results(done['prefill']), whole(n), whole(n),
+     asked, whole(n), key, whole()), {},
+  )  # fmt: skip
+  yield 'advance', decode.advance, lambda done: (
+    (policy(done), results(done['insert']), shared(done), key, whole(),
+     whole()), options,
+  )  # fmt: skip
+  if sizes.smaller_places < sizes.places:
+    yield 'grow', decode.grow, lambda done: (
+      (results(done['less']), sizes.places), {},
+    )  # fmt: skip
+
+
 def programs() -> int:
   """Programs of the sampler that this process has compiled so far."""
   return sum(program._cache_size() for program in decode.PROGRAMS)
@@ -526,7 +631,7 @@ def programs() -> int:
 def _buckets(shape, prefix_length, data_groups):
   widest = shape.max_prompt_tokens - prefix_length
   return schedule.buckets(
-    widest, shape.max_new_tokens, shape.slots, data_groups
+    widest, shape.max_new_tokens, shape.slots, data_groups, shape.prompt_sizes
   )
 
 

@@ -25,7 +25,11 @@ class Buckets:
 
 
 def buckets(
-  widest: int, max_new_tokens: int, slots: int, data_groups: int
+  widest: int,
+  max_new_tokens: int,
+  slots: int,
+  data_groups: int,
+  prompt_sizes: int = 3,
 ) -> Buckets:
   """Sizes for prompts of up to `widest` tokens.
 
@@ -34,6 +38,7 @@ def buckets(
     max_new_tokens: tokens of the longest response.
     slots: the most sequences that decode at the same time.
     data_groups: rows of every program are a multiple of it.
+    prompt_sizes: how many widths there are at most.
   """
   most = -(-slots // data_groups) * data_groups
   halves = [most]
@@ -44,7 +49,7 @@ def buckets(
       break
     halves.insert(0, halves[0] // 2)
   return Buckets(
-    widths=_doubling(widest, least=32, count=3),
+    widths=_doubling(widest, least=32, count=prompt_sizes),
     places=tuple(
       # Kernels take whole blocks.
       size if size < 256 else -(-size // 128) * 128

@@ -303,6 +303,9 @@ class Sampler:
       chunk=CHUNK if whole else STREAM_CHUNK,
       max_stop_ids=max(16, len(self.policy.stop_ids)),
       max_biases=max(16, len(self._bias)),
+      # A conversation grows out of the smaller ones, and somebody would wait
+      # for them to be compiled.
+      prompt_sizes=1 if settings.conversation else 3,
     )
 
 

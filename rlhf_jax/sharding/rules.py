@@ -1,8 +1,10 @@
 """Which mesh axis splits which logical axis: one table for each use."""
 
+from collections.abc import Callable
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -132,6 +134,83 @@ def gather(
   whole.defvjp(
     lambda x: (whole(x), None), lambda _, g: (constrain(g, axes, mesh),)
   )
+  return whole(x)
+
+
+def on_places(
+  function: Callable,
+  mesh: jax.sharding.AbstractMesh,
+  shape: tuple[int, int],
+  *,
+  in_specs: types.PyTree,
+  out_specs: types.PyTree,
+) -> Callable:
+  """`function` on every device, for its own places of arrays [R, L, ...].
+
+  Only `tensor` stays with XLA.
+
+  Args:
+    function: of parts of arrays.
+    mesh: see `mesh_of`.
+    shape: (R, L), divisible by the mesh.
+    in_specs: of each argument; None is split over rows and places, a weight
+      has what `manual` says.
+    out_specs: the same for the result.
+  """
+  of_places = sharding(mesh, ('rows', 'places'), shape).spec
+  fill = lambda tree: jax.tree.map(
+    lambda x: of_places if x is None else x,
+    tree,
+    is_leaf=lambda x: x is None or isinstance(x, PartitionSpec),
+  )
+  return jax.shard_map(
+    function,
+    mesh=mesh,
+    in_specs=fill(in_specs),
+    out_specs=fill(out_specs),
+    axis_names={*TRAINING['rows'], *TRAINING['places']},
+    check_vma=False,
+  )
+
+
+def manual(
+  mesh: jax.sharding.AbstractMesh, axes: dict[int, str], shape: tuple[int, ...]
+) -> PartitionSpec:
+  """How a weight is stored, as `on_places` takes it: over `fsdp` or not.
+
+  Args:
+    mesh: see `mesh_of`.
+    axes: logical names of some dimensions, by place.
+    shape: of the weight.
+  """
+  names = tuple(axes.get(place) for place in range(len(shape)))
+  return sharding(mesh, names, shape).spec
+
+
+def gather_manual(
+  x: types.Array, spec: PartitionSpec, dtype: jnp.dtype
+) -> types.Array:
+  """Inside `on_places`: the whole of a weight that comes as `manual` says.
+
+  It travels in `dtype`, and its gradient back as x, summed into the parts once.
+  """
+  split = [(axis, names) for axis, names in enumerate(spec) if names]
+
+  @jax.custom_vjp
+  def whole(x):
+    y = x.astype(dtype)
+    for axis, names in split:
+      y = jax.lax.all_gather(y, names, axis=axis, tiled=True)
+    return y.astype(x.dtype)
+
+  def backward(_, gradient):
+    for axis, names in split:
+      gradient = jax.lax.psum_scatter(
+        gradient, names, scatter_dimension=axis, tiled=True
+      )
+    return (gradient,)
+
+  whole.defvjp(lambda x: (whole(x), None), backward)
   return whole(x)
 
 

@@ -5,6 +5,9 @@ import math
 
 from ml_collections import ConfigDict
 
+# A micro-batch that is decided by compiling; until then it has one row.
+AUTO = 'auto'
+
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
@@ -93,16 +96,32 @@ def derive(
       f'epochs={config.epochs} of {prompts_in_data} prompts are less than one'
       f' step of {prompts} prompts'
     )
-  return Numbers(
+  numbers = Numbers(
     steps=steps,
     sequences_per_step=sequences,
     minibatches_per_step=minibatches,
     updates_per_step=updates,
     longest_sequence=longest_sequence(config),
-    rows_per_microbatch=(
-      training.tokens_per_microbatch // training.tokens_per_row * data_groups
-    ),
-    tokens_per_microbatch=training.tokens_per_microbatch * data_groups,
+    rows_per_microbatch=0,
+    tokens_per_microbatch=0,
+  )
+  tokens = training.tokens_per_microbatch
+  return with_microbatch(
+    numbers,
+    training.tokens_per_row if tokens == AUTO else tokens,
+    tokens_per_row=training.tokens_per_row,
+    data_groups=data_groups,
+  )
+
+
+def with_microbatch(
+  numbers: Numbers, tokens: int, *, tokens_per_row: int, data_groups: int
+) -> Numbers:
+  """The numbers with another micro-batch, in tokens per data group."""
+  return dataclasses.replace(
+    numbers,
+    rows_per_microbatch=tokens // tokens_per_row * data_groups,
+    tokens_per_microbatch=tokens * data_groups,
   )
 
 
@@ -114,6 +133,14 @@ def longest_sequence(config: ConfigDict) -> int:
 def _check_sizes(config: ConfigDict, max_positions: int) -> None:
   """Refuses sizes of sequences, rows and micro-batches that do not fit."""
   rollout, training = config.rollout, config.training
+  tokens = training.tokens_per_microbatch
+  if tokens == AUTO:
+    tokens = training.tokens_per_row
+  if not isinstance(tokens, int) or isinstance(tokens, bool):
+    raise ValueError(
+      f'training.tokens_per_microbatch={tokens!r} must be a number of tokens,'
+      f' or {AUTO!r}'
+    )
   for key, value in {
     'rollout.prompts_per_step': rollout.prompts_per_step,
     'rollout.samples_per_prompt': rollout.samples_per_prompt,
@@ -122,7 +149,7 @@ def _check_sizes(config: ConfigDict, max_positions: int) -> None:
     'training.sequences_per_minibatch': training.sequences_per_minibatch,
     'training.epochs_per_step': training.epochs_per_step,
     'training.tokens_per_row': training.tokens_per_row,
-    'training.tokens_per_microbatch': training.tokens_per_microbatch,
+    'training.tokens_per_microbatch': tokens,
   }.items():
     if value < 1:
       raise ValueError(f'{key}={value} must be 1 or more')
@@ -139,9 +166,8 @@ def _check_sizes(config: ConfigDict, max_positions: int) -> None:
       f' longest sequence of {longest} tokens (max_prompt_tokens +'
       ' max_new_tokens): raise tokens_per_row'
     )
-  if training.tokens_per_microbatch % training.tokens_per_row:
+  if tokens % training.tokens_per_row:
     raise ValueError(
-      'training.tokens_per_microbatch='
-      f'{training.tokens_per_microbatch} must be a multiple of'
+      f'training.tokens_per_microbatch={tokens} must be a multiple of'
       f' training.tokens_per_row={training.tokens_per_row}'
     )

@@ -19,6 +19,7 @@ from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import flops
+from rlhf_jax.planner import memory as planned_memory
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
@@ -50,14 +51,17 @@ def train(
   Returns:
     The actor's parameters after the last step; with adapters, see `lora`.
   """
+  computes = parts(setup)
+  setup = planned_memory.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   algorithm, seed = config.algorithm, config.seed
   last_step = setup.first_step + numbers.steps
 
   # ---- Roles and programs: each program is compiled once -----------------
-  plan = algorithm_lib.plan(config, numbers.updates_per_step)
-  learners = _learners(setup, plan.critic and not config.evaluation.only)
+  plan, learners = computes.plan, computes.learners
+  programs, passes = computes.updates, computes.passes
+  relayout = roles.relayout(setup, computes.relayout)
   stage = roles.begin_or_restore(
     setup,
     run,
@@ -65,14 +69,6 @@ def train(
     params,
     with_reference=plan.reference and not config.evaluation.only,
   )
-  losses = _losses(config, learners, plan)
-  programs = {
-    role: roles.programs(
-      setup, learners[role], losses[role], stage.states[role]
-    )
-    for role in learners
-  }
-  relayout = roles.relayout(setup, learners['actor'])
   timings = run_lib.Timings()
   fitting = functools.partial(memory.fitting, run, setup)
 
@@ -84,7 +80,6 @@ def train(
     run.log_before(run.validate(setup, relayout, stage.actor))
   if config.evaluation.only:
     return stage.actor
-  passes = measure.programs(plan, learners)
   engine.warm_up(relayout(stage.actor), **setup.sampler(1))
   run.console.note(f'{engine.programs()} programs of the sampler are compiled')
 
@@ -323,6 +318,24 @@ def train(
     if run.due(config.checkpoint.every, setup):
       run.save(stage.states)
   return stage.actor
+
+
+def parts(setup: setup_lib.Setup) -> roles.Parts:
+  """All functions that a PPO stage computes with, before any array exists."""
+  config = setup.config
+  plan = algorithm_lib.plan(config, setup.numbers.updates_per_step)
+  learners = _learners(setup, plan.critic and not config.evaluation.only)
+  losses = _losses(config, learners, plan)
+  return roles.Parts(
+    plan=plan,
+    learners=learners,
+    updates={
+      role: roles.programs(setup, learners[role], losses[role])
+      for role in learners
+    },
+    passes={} if config.evaluation.only else measure.programs(plan, learners),
+    relayout=roles.relayout_program(setup, learners['actor']),
+  )
 
 
 def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:

@@ -22,6 +22,7 @@ from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import adapters
+from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -43,6 +44,17 @@ class Learner:
   def adapts(self) -> bool:
     """Whether adapters train and the model stays as it is."""
     return self.specs is not self.model_specs
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What a stage computes with, known before there is any array."""
+
+  learners: dict[str, Learner]  # 'actor', perhaps 'critic'
+  updates: dict[str, dict[str, Callable]]  # role -> see `programs`
+  relayout: Callable[[types.PyTree], types.PyTree]
+  plan: algorithm.Plan | None = None  # None in a supervised stage
+  passes: dict[str, Callable] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -189,14 +201,13 @@ def programs(
   setup: setup_lib.Setup,
   learner_: Learner,
   loss: Callable[..., tuple],
-  state: state_lib.TrainState,
 ) -> dict[str, Callable]:
   """The jitted programs that update a role, see `update.programs`."""
   return update.programs(
     adapters.of_adapters(loss) if learner_.adapts else loss,
     learner_.optimizer,
     learner_.learning_rate,
-    params=state.params,
+    params=spec.abstract(learner_.specs, jnp.float32),
     specs=learner_.specs,
     mesh=setup.mesh,
     max_grad_norm=learner_.max_grad_norm,
@@ -204,15 +215,24 @@ def programs(
   )
 
 
-def relayout(
+def relayout_program(
   setup: setup_lib.Setup, learner_: Learner
 ) -> Callable[[types.PyTree], types.PyTree]:
-  """`relayout(params)`: the policy as this island's sampler takes it."""
-  program = engine.relayout_program(
+  """See `engine.relayout_program`."""
+  return engine.relayout_program(
     setup.mesh,
     learner_.model_specs,
     setup_lib.dtype(setup.config.rollout.dtype),
   )
+
+
+def relayout(
+  setup: setup_lib.Setup, program: Callable[[types.PyTree], types.PyTree]
+) -> Callable[[types.PyTree], types.PyTree]:
+  """`relayout(params)`: the policy as this island's sampler takes it.
+
+  `program` is that of `Parts`.
+  """
   return lambda params: multihost.to_rollout(setup.islands, program(params))
 
 

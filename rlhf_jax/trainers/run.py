@@ -21,6 +21,7 @@ from rlhf_jax.models import spec
 from rlhf_jax.monitor import console as console_lib
 from rlhf_jax.monitor import report
 from rlhf_jax.monitor import writers
+from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm
 from rlhf_jax.trainers import evaluate
@@ -69,7 +70,9 @@ class Run:
     host = self.host
     host.stage, host.cursor, host.policy_version = setup.name, 0, 0
     host.reference = {}
-    host.tokens_per_microbatch = setup.config.training.tokens_per_microbatch
+    host.tokens_per_microbatch = (
+      setup.numbers.tokens_per_microbatch // mesh_lib.data_groups(setup.mesh)
+    )
     host.kl_reward = algorithm.controller(setup.config.algorithm.kl_reward)
     host.kl_loss = algorithm.controller(setup.config.algorithm.kl_loss)
     self.heed_memory()

@@ -1,6 +1,6 @@
 """All that can be known, and refused, before anything is compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import jax
@@ -106,17 +106,28 @@ class Setup:
     )
 
 
-def dtype(name: str) -> jnp.dtype:
+def dtype(name: str, mesh: jax.sharding.Mesh | None = None) -> jnp.dtype:
   """'auto' is bfloat16 on accelerators and float32 on CPUs."""
   if name == 'auto':
-    name = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
+    platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
+    name = 'float32' if platform == 'cpu' else 'bfloat16'
   if name not in ('float32', 'bfloat16'):
     raise ValueError(f"dtype {name!r} is not 'float32', 'bfloat16' or 'auto'")
   return jnp.dtype(name)
 
 
-def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
+def stages(
+  config: ConfigDict,
+  trainers: tuple[str, ...],
+  devices: Sequence[jax.Device] | None = None,
+) -> list[Setup]:
   """Prepares every stage of a run.
+
+  Args:
+    config: of the run.
+    trainers: that there are, by name.
+    devices: of the job, by default all that JAX has; others than those can
+      only be compiled for.
 
   Raises:
     ValueError: anything that the run could not do; says what to change.
@@ -126,8 +137,9 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   names = [name for name, _, _ in config.stages]
   if len(set(names)) != len(names):
     raise ValueError(f'stages must have different names, got {names}')
+  devices = jax.devices() if devices is None else devices
   training, rollout_devices = multihost.set_aside(
-    _devices(config), config.rollout.devices
+    _devices(config, devices), config.rollout.devices
   )
   mesh = _mesh(config, training)
   tokenizer = tokenizer_lib.load(config.tokenizer or config.model.path)
@@ -158,8 +170,7 @@ def stages(config: ConfigDict, trainers: tuple[str, ...]) -> list[Setup]:
   return result
 
 
-def _devices(config) -> list[jax.Device]:
-  devices = jax.devices()
+def _devices(config, devices) -> list[jax.Device]:
   if not 0 <= config.mesh.devices <= len(devices):
     raise ValueError(
       f'mesh.devices={config.mesh.devices}, but there are {len(devices)}'
@@ -272,7 +283,8 @@ def _stage(
     (config.rollout, 'dtype'),
     (config.model.lora, 'base_dtype'),
   ):
-    dtype(section[key])
+    # Where it is 'auto', the platform of the mesh decides.
+    section[key] = dtype(section[key], mesh).name
   checks.optimizers(config, trainer, numbers)
   probe = stream.batch(0, min(_PREFIX_PROMPTS, len(stream))) + validation
   return Setup(

@@ -11,6 +11,7 @@ from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.models import flops
+from rlhf_jax.planner import memory as planned_memory
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import memory
@@ -33,20 +34,16 @@ def train(
   Returns:
     The parameters after the last step; with adapters, see `lora`.
   """
+  computes = parts(setup)
+  setup = planned_memory.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   last_step = setup.first_step + numbers.steps
 
   # ---- Role and programs ---------------------------------------------------
-  learner = roles.learner(setup, 'actor', numbers.steps)
-  stage = roles.begin_or_restore(setup, run, {'actor': learner}, params)
-  programs = roles.programs(
-    setup,
-    learner,
-    functools.partial(update.supervised_loss, score=learner.score),
-    stage.states['actor'],
-  )
-  relayout = roles.relayout(setup, learner)
+  stage = roles.begin_or_restore(setup, run, computes.learners, params)
+  programs = computes.updates['actor']
+  relayout = roles.relayout(setup, computes.relayout)
 
   # ---- Before the first step -----------------------------------------------
   run.console.start_stage(
@@ -96,6 +93,17 @@ def train(
     if run.due(config.checkpoint.every, setup):
       run.save(stage.states)
   return stage.actor
+
+
+def parts(setup: setup_lib.Setup) -> roles.Parts:
+  """All functions that a supervised stage computes with."""
+  learner = roles.learner(setup, 'actor', setup.numbers.steps)
+  loss = functools.partial(update.supervised_loss, score=learner.score)
+  return roles.Parts(
+    learners={'actor': learner},
+    updates={'actor': roles.programs(setup, learner, loss)},
+    relayout=roles.relayout_program(setup, learner),
+  )
 
 
 def pack(

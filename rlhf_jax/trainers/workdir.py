@@ -14,7 +14,7 @@ RESUME = ('auto', 'must', 'never')
 # A resumed run may change these: they touch no number of the training.
 HARMLESS = (
     'checkpoint.', 'dump_every', 'dump_sequences', 'evaluation.', 'export',
-    'offload.', 'tensorboard', 'wandb',
+    'memory_limit_bytes', 'offload.', 'tensorboard', 'wandb',
 )  # fmt: skip
 
 

@@ -443,6 +443,23 @@ def test_conversation_that_is_full_or_interrupted(
   assert 'cut by the length limit' in err and 'interrupted' in err
 
 
+def test_interrupted_while_it_is_compiled(
+  chat_model, ask, script, monkeypatch, capsys
+):
+  script((b'yes', 'length'))
+  waits = iter([KeyboardInterrupt, None])
+
+  def wait(sampler):
+    if next(waits):
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(text_lib.Sampler, 'wait', wait)
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('hi\nho\n'))
+  lines = ask(chat_model, chat=True, conversation=True)
+  assert capsys.readouterr().out == '\nyes\n'
+  assert [line['prompt'][-1]['content'] for line in lines] == ['ho']
+
+
 def _conversation(folder, **settings):
   settings = text_lib.Settings(chat=True, conversation=True, **settings)
   return conversation.Conversation(

@@ -42,9 +42,8 @@ def _value(q, k, v, ids, mesh):
   'sizes, heads, kv_heads, repeated',
   [
     (dict(fsdp=2, context=4), 8, 4, 4),
-    (dict(fsdp=2, context=4), 12, 3, 12),  # lcm(3, 4)
     (dict(fsdp=2, tensor=2, context=2), 4, 2, 4),
-    (dict(fsdp=4, tensor=2), 6, 3, 6),
+    (dict(fsdp=4, tensor=2), 6, 3, 6),  # lcm(3, 2)
     # Heads that cannot be divided stay whole; a run refuses such a mesh.
     (dict(fsdp=4, tensor=2), 3, 3, 3),
   ],

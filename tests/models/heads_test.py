@@ -12,6 +12,8 @@ from rlhf_jax import types
 from rlhf_jax.models import decoder
 from rlhf_jax.models import heads
 from rlhf_jax.models import spec
+from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import rules
 
 
 def _inputs(mask, dtype=jnp.float32, seed=0):
@@ -188,6 +190,49 @@ def test_never_more_than_a_chunk_of_logits():
   assert '[2,8,11]' in text
   assert '[2,64,11]' not in text
   assert '[8,2,8,11]' not in text
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_split_over_devices(dtype):
+  """Rows, places and vocabulary; each device sorts its own places."""
+  mask = np.random.default_rng(1).random((4, 8)) < 0.4
+  states, _, targets, mask, temperature = _inputs(mask)
+  rng = np.random.default_rng(2)
+  head, other = rng.normal(size=(2, 12, 5)).astype('f')
+  way = jnp.asarray(rng.normal(size=mask.shape), jnp.float32)
+
+  def value(states, head, other, *rest):
+    scores = heads.token_scores(
+      states.astype(dtype), (head.astype(dtype), 1), *rest, entropy=True,
+      sum_squares=True, reference=(states[:, ::-1].astype(dtype),
+      (other.astype(dtype), 1)), head_chunk=8,
+    )  # fmt: skip
+    total = scores.logprobs + 2 * scores.entropy + 3 * scores.divergence
+    return jnp.sum(way * total), (total, scores.sum_squares)
+
+  gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
+  args = states, head, other, targets, mask, temperature
+  (_, expected), expected_grads = gradient(*args)
+  mesh = mesh_lib.make(fsdp=2, tensor=2, context=2)
+  put = lambda x, *names: jax.device_put(
+    x, rules.sharding(mesh, names, x.shape)
+  )
+  (_, scores), grads = gradient(
+    put(states, 'rows', 'places', None),
+    put(head, 'vocab', 'embed'),
+    put(other, 'vocab', 'embed'),
+    *(put(x, 'rows', 'places') for x in (targets, mask, temperature)),
+  )
+  assert grads[1].dtype == jnp.float32
+  if dtype == jnp.float32:
+    jax.tree.map(
+      lambda a, b: testing.assert_close(a, b, 'layout_float32'),
+      scores,
+      expected,
+    )
+    testing.assert_norm_close(grads, expected_grads, 'gradient_layout_float32')
+  else:  # that XLA takes it on the CPU; half a digit is all one can expect
+    assert np.isfinite(np.concatenate([g.ravel() for g in grads])).all()
 
 
 _CONFIG = testing.tiny_config()

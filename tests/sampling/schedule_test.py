@@ -23,6 +23,8 @@ from rlhf_jax.sampling import schedule
 def test_buckets(widest, new, slots, groups, widths, places, all_slots):
   sizes = schedule.buckets(widest, new, slots, groups)
   assert sizes == schedule.Buckets(widths, places, all_slots)
+  single = schedule.buckets(widest, new, slots, groups, prompt_sizes=1)
+  assert single == schedule.Buckets((widest,), places, all_slots)
 
 
 def test_fitting():

@@ -120,3 +120,82 @@ def test_rows_are_split_over_the_data_groups(mesh):
   assert begins == [0, 0, 1, 1, 2, 2, 3, 3]
   assert placed['weights'].addressable_shards[0].data.shape == (2,)
   assert placed['odd'].sharding.is_fully_replicated
+
+
+def test_places_are_split_over_context():
+  mesh = mesh_lib.make(fsdp=2, context=4)
+  host = {
+    'ids': np.zeros((4, 8)),
+    'states': np.zeros((4, 8, 3)),
+    'n': np.ones(4),
+  }
+  shapes = lambda rules_: {
+    name: x.sharding.shard_shape(x.shape)
+    for name, x in rules.rows(mesh, host, rules_).items()
+  }
+  training = {'ids': (2, 2), 'states': (2, 2, 3), 'n': (2,)}
+  assert shapes(rules.TRAINING) == training
+  # Four rows on eight devices stay whole; eight would be split.
+  assert shapes(rules.ROLLOUT) == {k: x.shape for k, x in host.items()}
+  assert rules.rows(mesh, np.zeros((8, 8)), rules.ROLLOUT).sharding.shard_shape(
+    (8, 8)
+  ) == (1, 8)
+  assert rules.parts(mesh, 'attended_heads') == 4
+  assert rules.parts(mesh, 'attended_heads', rules.ROLLOUT) == 1
+  assert rules.parts(None, 'rows') == 1
+
+
+def test_mesh_of_what_is_traced(mesh):
+  """Ours, where there is more than one device to split over."""
+  seen = lambda *args: rules.mesh_of(*args)
+  found = []
+  run = lambda *args: jax.jit(lambda *a: found.append(seen(*a)) or a[0])(*args)
+  run(jnp.ones(8), rules.rows(mesh, np.ones(8)))
+  run(jnp.ones(8))
+  run(rules.rows(mesh_lib.make(devices=jax.devices()[:1]), np.ones(8)))
+  other = jax.make_mesh((8,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+  place = jax.sharding.NamedSharding(other, jax.sharding.PartitionSpec('x'))
+  run(jax.device_put(np.ones(8), place))
+  assert found[0].shape == mesh.shape
+  assert found[1:] == [None] * 3
+  # Without a mesh nothing is done.
+  x = jnp.ones((2, 2))
+  assert rules.constrain(x, ('rows', 'places'), None) is x
+  assert rules.gather(x, ('embed', 'mlp'), None) is x
+
+
+def test_gathered_weights_have_split_gradients(mesh):
+  axes = 'embed', 'mlp'
+  weight = np.arange(48.0, dtype=np.float32).reshape(8, 6)
+  placed = jax.device_put(weight, rules.sharding(mesh, axes, (8, 6)))
+
+  def value(w):
+    whole = rules.gather(w, axes, rules.mesh_of(w))
+    return jnp.sum(whole**2), whole
+
+  (_, whole), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(
+    placed
+  )
+  assert whole.sharding.shard_shape((8, 6)) == (8, 3)
+  assert gradient.sharding.shard_shape((8, 6)) == (4, 3)
+  np.testing.assert_array_equal(gradient, 2 * weight)
+
+
+@pytest.mark.parametrize(
+  'sizes, message',
+  [
+    ({'heads': ('attended_heads', 6), 'length': ('places', 32)}, None),
+    (
+      {'heads': ('attended_heads', 9), 'words': ('vocab', 37)},
+      'fsdp=2 tensor=2 context=1 cannot split the model: heads=9 is not a'
+      ' multiple of tensor x context = 2; words=37 is not a multiple of tensor'
+      ' = 2; nearest: data=2 fsdp=4 tensor=1 context=1, or',
+    ),
+    ({'width': ('embed', 7)}, 'width=7 .* fsdp = 2; nearest: data=4 fsdp=1'),
+  ],
+)
+def test_check(mesh, sizes, message):
+  if message is None:
+    return rules.check(mesh, sizes)
+  with pytest.raises(ValueError, match=message):
+    rules.check(mesh, sizes)

@@ -21,6 +21,7 @@ from rlhf_jax.models import hf
 from rlhf_jax.models import spec
 from rlhf_jax.monitor import writers
 from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import checks
 from rlhf_jax.trainers import experience
@@ -78,6 +79,7 @@ def _batch(rows=16):
 
 
 _COEFS = {'scale': 0.5}
+_islands = multihost.islands
 
 
 @pytest.fixture(scope='module')
@@ -117,7 +119,7 @@ def test_offloading_changes_no_number(mesh, host):
       assert _kinds(state.params) == {'device'}
       state, statistics = update.update(
         state,
-        experience.slices(_batch(), 8, mesh),
+        experience.slices(_batch(), 8, _islands(mesh)),
         _COEFS,
         programs=programs,
         prefix='actor',
@@ -164,11 +166,11 @@ def test_the_reference_lives_on_the_host(mesh, tmp_path, from_folder):
     hf.export(path, params, model)
   setup = types_lib.SimpleNamespace(
     name='ppo', model=model, mesh=mesh, offloads=lambda name: True,
-    config=ConfigDict({'model': {'path': path}}),
+    config=ConfigDict({'model': {'path': path, 'lora': {'path': ''}}}),
   )  # fmt: skip
   begun, where = roles_lib.begin_reference(setup, tmp_path, params, True)
   assert ('path' in where) == from_folder
-  again = roles_lib.restore_reference(setup, tmp_path, where)
+  again = roles_lib.restore_reference(setup, tmp_path, where, {})
   for reference in (begun, again):
     assert _kinds(reference) == {'pinned_host'}
     _equal(reference, params)
@@ -229,7 +231,7 @@ def test_gradients_may_be_added_in_bfloat16(mesh):
     programs = _programs(mesh, gradient_dtype=dtype)
     state = _state(mesh)
     grads = programs['zeros'](state.params)
-    for part in experience.slices(_batch(), 4, mesh):
+    for part in experience.slices(_batch(), 4, _islands(mesh)):
       grads, _ = programs['accumulate'](state.params, grads, part, _COEFS)
     assert {x.dtype for x in jax.tree.leaves(grads)} == {
       jnp.dtype(dtype or jnp.float32)
@@ -272,7 +274,9 @@ def _small(program, limit, calls):
 def _setup(mesh, tokens_per_row=32):
   training = dict(tokens_per_row=tokens_per_row)
   return types_lib.SimpleNamespace(
-    config=ConfigDict(dict(training=training)), mesh=mesh
+    config=ConfigDict(dict(training=training)),
+    mesh=mesh,
+    islands=_islands(mesh),
   )
 
 
@@ -302,7 +306,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(mesh, tmp_path):
   programs = _programs(mesh)
   expected, statistics = update.update(
     _state(mesh),
-    experience.slices(_batch(), 4, mesh),
+    experience.slices(_batch(), 4, _islands(mesh)),
     _COEFS,
     programs=programs,
     prefix='actor',
@@ -337,6 +341,39 @@ def test_a_micro_batch_that_does_not_fit_is_halved(mesh, tmp_path):
   known = workdir_lib.allowed_microbatch(tmp_path, 'ppo')
   assert known['tokens_per_microbatch'] == 64
   assert workdir_lib.allowed_microbatch(tmp_path, 'sft') is None
+
+
+class _Late:
+  """An array of a program that is found not to fit when it is waited for."""
+
+  def block_until_ready(self):
+    raise _exhausted()
+
+
+def test_errors_that_come_late_find_the_state_whole(mesh, tmp_path):
+  programs = _programs(mesh)
+  applied = []
+
+  def accumulate(params, grads, batch, coefs):
+    if len(batch['x']) > 8:
+      return {'w': _Late(), 'bias': _Late()}, {}
+    return programs['accumulate'](params, grads, batch, coefs)
+
+  def apply(state, grads):
+    applied.append(grads)
+    return programs['apply'](state, grads)
+
+  state, _ = memory.update(
+    _run(tmp_path),
+    _setup(mesh),
+    _state(mesh),
+    _batch(),
+    _COEFS,
+    programs=programs | {'accumulate': accumulate, 'apply': apply},
+    prefix='actor',
+  )
+  # What did not fit was never given to the optimiser.
+  assert len(applied) == 1 and int(state.updates) == 1
 
 
 def test_halves_until_one_row_and_then_says_what_to_do(mesh, tmp_path):

@@ -67,7 +67,6 @@ _PPO = (('ppo', 'ppo', {}),)
     ({'mesh.expert': 2}, 'mesh.expert=2: there are no models with experts'),
     (
       {'mesh.devices': 8, 'mesh.fsdp': 1, 'mesh.tensor': 8},
-      # 4 heads of the model, 259 words, 96 and 64 wide: nothing but fsdp.
       "stage 'warmup': mesh .*tensor=8.* cannot split the model: model"
       ' num_heads=4 is not a multiple of tensor x context = 8; model'
       ' vocab_size=259 is not a multiple of tensor = 8; nearest: data=1 fsdp=8',

@@ -1,0 +1,1 @@
+"""What a run needs, known before it starts: memory, collectives, time."""

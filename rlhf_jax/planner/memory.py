@@ -1,0 +1,400 @@
+"""What every phase of a stage needs on a device, from its compiled programs.
+
+  peak of a phase = what lives all stage + what lives in the phase
+                    + the largest of its programs' temporaries, batches and
+                      new results
+
+`ahead` runs before the first step: it compiles every program, refuses what
+does not fit, and picks the micro-batch where that is 'auto'.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+import time
+
+import jax
+from ml_collections import ConfigDict
+
+from rlhf_jax import types
+from rlhf_jax.planner import programs as programs_lib
+from rlhf_jax.sharding import mesh as mesh_lib
+from rlhf_jax.sharding import multihost
+from rlhf_jax.trainers import arithmetic
+from rlhf_jax.trainers import roles as roles_lib
+from rlhf_jax.trainers import run as run_lib
+from rlhf_jax.trainers import setup as setup_lib
+from rlhf_jax.trainers import workdir
+
+
+class DoesNotFit(workdir.Refused):
+  """A phase needs more memory than a device has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """What one device holds in a phase, in bytes."""
+
+  name: str
+  held: dict[str, int]  # kind -> bytes, all phase long
+  passing: int  # batches, results and temporaries of its largest program
+  temporaries: int  # of that program
+  program: str  # its name
+
+  @property
+  def peak(self) -> int:
+    return sum(self.held.values()) + self.passing
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+  """Compiled programs by name, and the seconds that each took."""
+
+  plan: programs_lib.Plan
+  compiled: dict[str, jax.stages.Compiled]
+  seconds: dict[str, float]
+
+
+def compile_all(
+  plan: programs_lib.Plan,
+  done: Mapping[str, jax.stages.Compiled] | None = None,
+  note: Callable[[str], None] = lambda line: None,
+) -> Compilation:
+  """Compiles the programs of a plan, in order.
+
+  Args:
+    plan: see `programs.of_stage`.
+    done: programs that are compiled already.
+    note: is told of every program.
+
+  Raises:
+    DoesNotFit: the compiler says so.
+  """
+  compiled, seconds = dict(done or {}), {}
+  for program in plan.programs:
+    if program.name in compiled:
+      continue
+    began = time.perf_counter()
+    lowered = program.lower(compiled)
+    try:
+      compiled[program.name] = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      # A TPU's compiler knows what the device has.
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      raise DoesNotFit(
+        f'{program.name} does not fit a device by itself: {error}'
+      ) from error
+    seconds[program.name] = time.perf_counter() - began
+    note(f'{program.name} compiled in {seconds[program.name]:.1f} s')
+  return Compilation(plan, compiled, seconds)
+
+
+def phases(done: Compilation) -> list[Phase]:
+  """The memory of every phase, in the order of a step."""
+  plan, compiled = done.plan, done.compiled
+  resident = {kind: on_device(x) for kind, x in plan.resident.items()}
+  found = []
+  for name in programs_lib.PHASES:
+    own = [program for program in plan.programs if program.phase == name]
+    if not own:
+      continue
+    extra = plan.in_phase.get(name, lambda _: {})(compiled)
+    held = resident | {kind: on_device(x) for kind, x in extra.items()}
+    worst = max(own, key=lambda program: _passing(program, compiled)[0])
+    passing, temporaries = _passing(worst, compiled)
+    found.append(Phase(name, held, passing, temporaries, worst.name))
+  return found
+
+
+def _passing(program, compiled) -> tuple[int, int]:
+  """Bytes that exist for one call of a program, and temporaries of these."""
+  stats = compiled[program.name].memory_analysis()
+  arguments, keywords = program.arguments(compiled)
+  arguments = dict(enumerate(arguments)) | keywords
+  size = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+  size += sum(on_device(arguments[place]) for place in program.passing)
+  if program.result_passes:
+    size += stats.output_size_in_bytes - stats.alias_size_in_bytes
+  return size, stats.temp_size_in_bytes
+
+
+def on_device(tree: types.PyTree) -> int:
+  """Bytes of abstract arrays on one device; what is on the host is not."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape) if x.sharding else x.shape)
+    * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+    if x.sharding is None or x.sharding.memory_kind not in _HOST
+  )
+
+
+_HOST = ('pinned_host', 'unpinned_host')
+
+
+def limit(config: ConfigDict, mesh: jax.sharding.Mesh) -> int | None:
+  """Bytes that a device may hold; None where nobody says (CPU)."""
+  if config.memory_limit_bytes:
+    return config.memory_limit_bytes
+  own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+  reported = [device.memory_stats() or {} for device in own]
+  reported = [x['bytes_limit'] for x in reported if 'bytes_limit' in x]
+  return min(reported, default=None)
+
+
+def ahead(
+  setup: setup_lib.Setup, run: run_lib.Run, parts: roles_lib.Parts
+) -> setup_lib.Setup:
+  """Compiles a stage before it begins, and sees that it fits.
+
+  The loop finds what is compiled here in JAX's cache.
+
+  Args:
+    setup: of the stage.
+    run: that goes on from a checkpoint, or not.
+    parts: what the stage computes with.
+
+  Returns:
+    The setup with the micro-batch in force: that of the checkpoint in a stage
+    that is resumed, else the config's, else the largest that fits.
+
+  Raises:
+    DoesNotFit: has the numbers, and what would help.
+  """
+  config = setup.config
+  if config.evaluation.only:
+    return setup
+  began = time.perf_counter()
+  # The same answer in every process.
+  limits = multihost.gather(setup.islands, limit(config, setup.mesh))
+  most = min((x for x in limits if x is not None), default=None)
+  if run.restored_in(setup.name) is not None:
+    setup = with_microbatch(setup, run.host.tokens_per_microbatch)
+    done = compile_all(programs_lib.of_stage(setup, parts))
+  elif config.training.tokens_per_microbatch == arithmetic.AUTO:
+    setup, done = largest_that_fits(setup, parts, most)
+  else:
+    done = compile_all(programs_lib.of_stage(setup, parts))
+  found = phases(done)
+  check(setup, found, most)
+  seconds = time.perf_counter() - began
+  for line in describe(found, most):
+    run.console.note(line)
+  groups = mesh_lib.data_groups(setup.mesh)
+  tokens = setup.numbers.tokens_per_microbatch // groups
+  run.writer.event(
+    'memory',
+    f'{len(done.compiled)} programs of stage {setup.name} compiled ahead'
+    f' ({tokens} tokens per micro-batch and data group)',
+    stage=setup.name,
+    step=run.host.step,
+    seconds=seconds,
+    tokens_per_microbatch=tokens,
+    limit_bytes=most or 0,
+    peak_bytes={phase.name: phase.peak for phase in found},
+  )
+  return setup
+
+
+def with_microbatch(setup: setup_lib.Setup, tokens: int) -> setup_lib.Setup:
+  """The setup with so many tokens per micro-batch and data group."""
+  numbers = arithmetic.with_microbatch(
+    setup.numbers,
+    tokens,
+    tokens_per_row=setup.config.training.tokens_per_row,
+    data_groups=mesh_lib.data_groups(setup.mesh),
+  )
+  return dataclasses.replace(setup, numbers=numbers)
+
+
+def largest_that_fits(
+  setup: setup_lib.Setup,
+  parts: roles_lib.Parts,
+  most: int | None,
+  note: Callable[[str], None] = lambda line: None,
+) -> tuple[setup_lib.Setup, Compilation]:
+  """The largest micro-batch of 1, 2, 4, .. rows per data group that fits.
+
+  Memory grows with the rows nearly in proportion: two compilations tell where
+  to look, and the answer is one that fits below one that does not (or below
+  what a whole mini-batch needs).
+
+  Args:
+    setup: of the stage.
+    parts: what it computes with.
+    most: bytes of a device.
+    note: is told of every program that is compiled.
+
+  Raises:
+    DoesNotFit: not even one row does.
+    ValueError: nothing says what a device has.
+  """
+  if most is None:
+    raise workdir.Refused(
+      "training.tokens_per_microbatch='auto' needs to know what a device has,"
+      f' and {setup.mesh.devices.flat[0].device_kind} does not say: set'
+      ' memory_limit_bytes, or a number of tokens'
+    )
+  row = setup.config.training.tokens_per_row
+  tried: dict[int, tuple[setup_lib.Setup, Compilation, int]] = {}
+  fixed: dict[str, jax.stages.Compiled] = {}
+
+  def peak(rows):
+    if rows not in tried:
+      one = with_microbatch(setup, rows * row)
+      try:
+        done = compile_all(programs_lib.of_stage(one, parts), fixed, note)
+      except DoesNotFit:
+        if rows == 1:
+          raise
+        return math.inf
+      fixed.update(
+        (program.name, done.compiled[program.name])
+        for program in done.plan.programs
+        if not program.by_rows
+      )
+      tried[rows] = one, done, max(x.peak for x in phases(done))
+    return tried[rows][2]
+
+  smallest = peak(1)
+  check(tried[1][0], phases(tried[1][1]), most)
+  # More rows than a mini-batch can have would only be padding.
+  enough = programs_lib.microbatches(tried[1][0])
+  rows = 1
+  if enough > 1 and peak(2) <= most:
+    rows = 2
+    growth = max(tried[2][2] - smallest, 1)
+    guess = 2 ** int(math.log2(max(1 + (most - smallest) / growth, 2)))
+    rows = min(guess, 2 ** math.ceil(math.log2(enough)))
+    while peak(rows) > most:
+      rows //= 2
+    while rows < enough and peak(2 * rows) <= most:
+      rows *= 2
+  return tried[rows][:2]
+
+
+def check(
+  setup: setup_lib.Setup, found: Sequence[Phase], most: int | None
+) -> None:
+  """Refuses a stage of which a phase does not fit."""
+  worst = max(found, key=lambda phase: phase.peak)
+  if most is None or worst.peak <= most:
+    return
+  kinds = ', '.join(
+    f'{kind} {text(size)}' for kind, size in worst.held.items() if size
+  )
+  lines = [
+    f'stage {setup.name!r} does not fit: phase {worst.name!r} needs'
+    f' {worst.peak:,} bytes on a device ({text(worst.peak)}), which has'
+    f' {most:,} ({text(most)}).',
+    f'  It holds {kinds}, and {text(worst.passing)} for {worst.program}.',
+    '  What would help, cheapest first:',
+  ]
+  lines += [f'  - {text}' for text in remedies(setup, worst)[:3]]
+  raise DoesNotFit('\n'.join(lines))
+
+
+def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
+  """Changes of the config that make a phase smaller, cheapest first."""
+  config, shape = setup.config, setup.mesh.shape
+  known = workdir.flatten(config)
+  groups = mesh_lib.data_groups(setup.mesh)
+  tokens = setup.numbers.tokens_per_microbatch // groups
+  row = config.training.tokens_per_row
+  held, shards = worst.held, shape['fsdp'] * shape['tensor']
+  of = lambda *names: sum(
+    size for kind, size in held.items() if any(name in kind for name in names)
+  )
+  update = worst.name.startswith('update_')
+  slots = config.rollout.slots // 2
+  choices = [
+    # applies, bytes that it saves about, what to set, what it costs
+    (
+      tokens > row and worst.program.endswith(_BY_ROWS),
+      worst.passing / 2,
+      f'training.tokens_per_microbatch={tokens // 2 // row * row}',
+      'smaller products',
+    ),
+    (
+      worst.name == 'gen' and slots >= groups,
+      of('cache') / 2,
+      f'rollout.slots={slots}',
+      'more rounds of decoding',
+    ),
+    (
+      not update and known.get('offload.optimizer') is False,
+      of('optimizer'),
+      'offload.optimizer=True',
+      'copies before and after the updates',
+    ),
+    (
+      worst.name != 'ref' and known.get('offload.reference') is False,
+      of('reference'),
+      'offload.reference=True',
+      'one copy a step',
+    ),
+    (
+      shape['data'] > 1,
+      of('parameters', 'optimizer', 'gradients', 'reference') / 2,
+      f'mesh.fsdp={shape["fsdp"] * 2} mesh.data={shape["data"] // 2}',
+      'gathers reach over more devices',
+    ),
+    (
+      update and config.model.remat == 'none',
+      worst.temporaries / 2,
+      'model.remat=block',
+      'one more forward pass in the updates',
+    ),
+    (
+      known.get('actor.optimizer.moments_dtype') == 'float32',
+      of('optimizer') / 2,
+      'actor.optimizer.moments_dtype=bfloat16',
+      'rounded moments',
+    ),
+    (
+      worst.name == 'gen' and shape['tensor'] < setup.model.num_kv_heads,
+      of('rollout weights') / 2,
+      f'mesh.tensor={shape["tensor"] * 2}',
+      'reductions in every layer',
+    ),
+    (
+      256 < config.model.head_chunk <= tokens
+      and worst.program.endswith(_BY_ROWS),
+      4 * config.model.head_chunk * setup.model.vocab_size / shape['tensor'],
+      f'model.head_chunk={config.model.head_chunk // 2}',
+      'smaller products with the vocabulary',
+    ),
+    (
+      True,
+      of('parameters', 'optimizer', 'gradients', 'reference') / 2,
+      f'twice the devices (parameters are in {shards} shards now)',
+      'devices',
+    ),
+  ]
+  return [
+    f'{what}: about {text(saves)} less; costs {costs}'
+    for applies, saves, what, costs in choices
+    if applies and saves > 0
+  ]
+
+
+_BY_ROWS = ('accumulate', 'reference', 'log-probs', 'values')
+
+
+def describe(found: Sequence[Phase], most: int | None) -> list[str]:
+  """One line per phase."""
+  has = 'no limit' if most is None else f'of {text(most)}'
+  return [
+    f'  memory {phase.name:<13} {text(phase.peak):>10} per device {has}:'
+    f' {text(sum(phase.held.values()))} stay,'
+    f' {text(phase.passing)} for {phase.program}'
+    for phase in found
+  ]
+
+
+def text(size: float) -> str:
+  """Bytes for a person."""
+  for unit, name in ((2**30, 'GiB'), (2**20, 'MiB')):
+    if size >= unit:
+      return f'{size / unit:.2f} {name}'
+  return f'{size / 2**10:.1f} KiB'
