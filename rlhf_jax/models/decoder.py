@@ -338,7 +338,8 @@ def _look_up(embed, tokens, dtype, mesh):
   its own: the table and its gradient stay where they are.
   """
   split = rules.parts(mesh, 'rows'), rules.parts(mesh, 'places')
-  if mesh is None or any(n % k for n, k in zip(tokens.shape, split)):
+  alone = mesh is None or split == (1, 1)
+  if alone or any(n % k for n, k in zip(tokens.shape, split)):
     return embed[tokens].astype(dtype)
   stored = rules.manual(mesh, {1: 'embed'}, embed.shape)
   axes = stored[1]

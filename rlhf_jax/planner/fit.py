@@ -166,7 +166,7 @@ def ahead(
   if config.evaluation.only:
     return setup
   began = time.perf_counter()
-  # All processes must choose alike.
+  # The same answer in every process.
   limits = multihost.gather(setup.islands, limit(config, setup.mesh))
   most = min((x for x in limits if x is not None), default=None)
   if run.restored_in(setup.name) is not None:

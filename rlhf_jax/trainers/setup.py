@@ -137,9 +137,9 @@ def stages(
   names = [name for name, _, _ in config.stages]
   if len(set(names)) != len(names):
     raise ValueError(f'stages must have different names, got {names}')
+  devices = jax.devices() if devices is None else devices
   training, rollout_devices = multihost.set_aside(
-    _devices(config, jax.devices() if devices is None else list(devices)),
-    config.rollout.devices,
+    _devices(config, devices), config.rollout.devices
   )
   mesh = _mesh(config, training)
   tokenizer = tokenizer_lib.load(config.tokenizer or config.model.path)

@@ -13,8 +13,8 @@ from rlhf_jax.data import pipeline
 from rlhf_jax.models import flops
 from rlhf_jax.planner import fit
 from rlhf_jax.sharding import multihost
-from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import memory
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -110,7 +110,7 @@ def pack(
   examples: types.Rollout, setup: setup_lib.Setup, rows_per_microbatch: int
 ) -> types.TokenBatch:
   """Packs examples into rows, weighted as `algorithm.aggregation` says."""
-  (batch,) = experience.split(
+  (batch,) = packed.split(
     examples,
     np.zeros(len(examples.lengths), int),
     1,

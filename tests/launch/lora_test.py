@@ -7,6 +7,7 @@ a random model folder; supervised steps on one device and on a mesh.
 import importlib
 import json
 import shutil
+import types
 
 import jax
 from ml_collections import ConfigDict
@@ -26,9 +27,11 @@ from rlhf_jax.models import lora
 from rlhf_jax.models import spec
 from rlhf_jax.monitor import writers
 from rlhf_jax.sampling import text as text_lib
+from rlhf_jax.trainers import policy as policy_lib
 from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
+from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import workdir as workdir_lib
 
 _RANK, _STEPS = 3, 4
@@ -233,14 +236,33 @@ def test_resume_is_bit_for_bit(run, model, tmp_path, monkeypatch):
     np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
-def test_another_model_under_the_adapters_is_refused(model, tmp_path):
+def test_another_model_under_the_adapters_is_refused(run, model, monkeypatch):
   """Or they would be added to weights that they do not belong to."""
+  workdir, _ = run
+  _, setup = setup_lib.stages(_config(model[0]), ('ppo', 'sft'))
+  learners = {'actor': roles_lib.learner(setup, 'actor', 2)}
+  checkpoints = checkpoint.manager(workdir, keep=9)
+  host = checkpoint.restore_host(checkpoints, _STEPS)
+  resumed = types.SimpleNamespace(
+    restored_in=lambda stage: _STEPS,
+    restored_step=_STEPS,
+    checkpoints=checkpoints,
+    host=state_lib.HostState.from_json(host),
+  )
+  asked = policy_lib.find(str(workdir))
+  monkeypatch.setattr(checkpoint, 'fingerprint', lambda folder: 'another')
+  message = 'the model under the adapters was .* put the original model back'
+  with pytest.raises(ValueError, match=message):
+    roles_lib.begin_or_restore(setup, resumed, learners, None)
+  with pytest.raises(ValueError, match=message):
+    asked.load(setup.mesh, np.float32)
+
+
+def test_the_hash_is_that_of_the_weights(model, tmp_path):
   folder, config, params = model
   where = dict(path=str(folder), sha256=checkpoint.fingerprint(folder))
   checkpoint.verify(where, 'the model')
-  other = jax.tree.map(lambda x: x + 1, params)
-  shutil.copytree(folder, tmp_path / 'other')
-  hf.export(tmp_path / 'other', other, config)
+  hf.export(tmp_path / 'other', jax.tree.map(lambda x: x + 1, params), config)
   with pytest.raises(ValueError, match='the model was .* put the original'):
     checkpoint.verify(where | {'path': str(tmp_path / 'other')}, 'the model')
 
@@ -276,6 +298,18 @@ def test_an_adapter_goes_on(run, model, tmp_path):
     # A copy: the update takes the actor's for itself.
     leaves = zip(jax.tree.leaves(lora.split(one)[1]), jax.tree.leaves(trained))
     assert not any(a is b for a, b in leaves)
+
+
+def test_the_critic_begins_as_the_merged_policy(model):
+  _, setup = setup_lib.stages(_config(model[0]), ('ppo', 'sft'))
+  params = roles_lib.actor_params(setup, None)
+  frozen, trained = lora.split(params)
+  params = lora.combine(frozen, jax.tree.map(lambda x: x + 0.1, trained))
+  critic = roles_lib.critic_params(setup, params)
+  policy = lora.merge(params)
+  assert not np.any(critic.pop('value_head'))
+  for name, weight in tree.flatten(critic).items():
+    testing.assert_close(weight, tree.flatten(policy)[name], 'layout_float32')
 
 
 def test_a_mesh_trains_the_same(model, tmp_path):

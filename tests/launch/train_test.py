@@ -408,6 +408,7 @@ def test_a_run_that_does_not_fit_is_one_with_smaller_micro_batches(
   error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
   make, make_score = update.programs, update.score_program
   raised = []
+  steady = {f'{role}.optimizer.eps': 1e-5 for role in ('actor', 'critic')}
 
   def programs(*args, **kwargs):
     built = make(*args, **kwargs)
@@ -436,7 +437,7 @@ def test_a_run_that_does_not_fit_is_one_with_smaller_micro_batches(
   with monkeypatch.context() as patch:
     patch.setattr(update, 'programs', programs)
     patch.setattr(update, 'score_program', score_program)
-    assert launch.train(_config(), str(tmp_path / 'starved')) == 0
+    assert launch.train(_config(**steady), str(tmp_path / 'starved')) == 0
   assert raised == ['apply', 'score']
   events = _read(tmp_path / 'starved', writers.EVENTS)
   wanted = 'out_of_memory', 'rollback', 'smaller_microbatch'
@@ -451,18 +452,21 @@ def test_a_run_that_does_not_fit_is_one_with_smaller_micro_batches(
     ('out_of_memory', 'ppo', 2),
   ]
   small = {'training.tokens_per_microbatch': 2 * 32}
-  assert launch.train(_config(**small), str(tmp_path / 'small')) == 0
-  ours, theirs = (
-    [
-      {k: v for k, v in line.items() if k != 'perf/padding'}
-      for line in _numbers(tmp_path / name)
-    ]
-    for name in ('starved', 'small')
-  )
-  assert ours == theirs
+  assert launch.train(_config(**steady, **small), str(tmp_path / 'small')) == 0
+  ours, theirs = (_numbers(tmp_path / name) for name in ('starved', 'small'))
+  # The rows of the first step of PPO were balanced for micro-batches of four:
+  # its sums have another order.
+  for one, other in zip(ours, theirs, strict=True):
+    assert one.keys() == other.keys()
+    if one['stage'] == 'warmup':
+      assert one == other
+    for name in one.keys() - {'stage', 'perf/padding'}:
+      np.testing.assert_allclose(
+        one[name], other[name], rtol=2e-4, atol=1e-5, err_msg=name
+      )
   ours, theirs = (_arrays(tmp_path / name) for name in ('starved', 'small'))
-  for name, value in theirs.items():
-    np.testing.assert_array_equal(ours[name], value, err_msg=name)
+  of_params = lambda arrays: {n: x for n, x in arrays.items() if 'params' in n}
+  testing.assert_norm_close(of_params(ours), of_params(theirs), 'three_updates')
   # A resumed run would go on with it.
   path = tmp_path / 'starved' / 'checkpoints' / str(_STEPS) / 'host'
   host = json.loads((path / 'metadata').read_text())
