@@ -225,3 +225,48 @@ def test_a_resumed_stage_keeps_its_microbatch(monkeypatch):
   resumed = fit.ahead(setup, run, ppo.parts(setup))
   assert resumed.numbers.tokens_per_microbatch == 128
   assert resumed.numbers.rows_per_microbatch == 2
+
+
+@pytest.mark.parametrize(
+  'peaks, most, rows',
+  [
+    # Two compilations say 2, for memory grows more slowly from there.
+    ({1: 10, 2: 20, 4: 24, 8: 30, 16: 50}, 35, 8),
+    # They say 8, for it grows faster.
+    ({1: 10, 2: 11, 4: 30, 8: 70, 16: 150}, 20, 2),
+    # A compiler that refuses.
+    ({1: 10, 2: 11, 4: 12, 8: None, 16: None}, 14, 4),
+    ({1: 10, 2: 25, 4: 50, 8: 99, 16: 99}, 20, 1),
+  ],
+)
+def test_the_search_where_memory_does_not_grow_in_proportion(
+  peaks, most, rows, monkeypatch
+):
+  setup = _setup(
+    _SFT,
+    **{
+      'training.tokens_per_microbatch': 'auto',
+      'training.sequences_per_minibatch': 16,
+    },
+  )
+  plan = programs_lib.Plan([], {}, {})
+  monkeypatch.setattr(
+    programs_lib, 'of_stage', lambda one, parts: one.numbers.rows_per_microbatch
+  )
+
+  def compile_all(asked, done=None, note=None):
+    if peaks[asked] is None:
+      raise fit.DoesNotFit('too large')
+    return fit.Compilation(plan, {'rows': asked}, {}, {})
+
+  monkeypatch.setattr(fit, 'compile_all', compile_all)
+  monkeypatch.setattr(
+    fit,
+    'phases',
+    lambda done: [
+      fit.Phase('update_actor', {}, peaks[done.compiled['rows']], 0, 'x')
+    ],
+  )
+  chosen, done = fit.largest_that_fits(setup, None, most)
+  assert chosen.numbers.rows_per_microbatch == rows
+  assert done.compiled['rows'] == rows
