@@ -39,6 +39,7 @@ from rlhf_jax.sampling import cache as cache_lib
 from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import engine
 from rlhf_jax.sampling import pick
+from rlhf_jax.sampling import requests as request_lib
 from rlhf_jax.sharding import mesh as mesh_lib
 
 SMALL = model_config.ModelConfig(
@@ -199,7 +200,7 @@ class Model:
     logits = jax.random.normal(
       jax.random.key(0), (rows, self.config.vocab_size)
     )
-    request = engine.requests(rows, engine.Shape(1, 1, rows, 1))
+    request = request_lib.make(rows, engine.Shape(1, 1, rows, 1))
     key = keys.key(0, 'rollout', 0)
     zeros = jnp.zeros(rows, jnp.int32)
 

@@ -33,7 +33,7 @@ from ml_collections import config_flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from rlhf_jax.planner import estimate  # noqa: E402
-from rlhf_jax.planner import memory  # noqa: E402
+from rlhf_jax.planner import fit  # noqa: E402
 from rlhf_jax.planner import programs as programs_lib  # noqa: E402
 from rlhf_jax.planner import table  # noqa: E402
 from rlhf_jax.sharding import chips  # noqa: E402
@@ -86,11 +86,11 @@ def plan(
   )
   parts = PARTS[setup.trainer](setup)
   if config.training.tokens_per_microbatch == arithmetic.AUTO:
-    setup, done = memory.largest_that_fits(setup, parts, most, _progress)
+    setup, done = fit.largest_that_fits(setup, parts, most, _progress)
   else:
     plan_ = programs_lib.of_stage(setup, parts)
-    done = memory.compile_all(plan_, note=_progress)
-  found, costs = memory.phases(done), estimate.costs(done, asked.chip)
+    done = fit.compile_all(plan_, note=_progress)
+  found, costs = fit.phases(done), estimate.costs(done, asked.chip)
   numbers = setup.numbers
   tokens = numbers.sequences_per_step * numbers.longest_sequence
   step = estimate.step(costs, tokens, setup.mesh.size)

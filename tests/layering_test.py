@@ -24,10 +24,12 @@ FLOORS = {
       rewards.base rewards.rules rewards.combine optim""",
   # What wraps a decoder; caches; files of a run's state; fakes.
   3: """models.heads models.hf models.peft models.flax_module sampling.cache
-      sampling.decode sampling.schedule checkpoint buffer testing
+      sampling.decode sampling.schedule sampling.requests checkpoint buffer
+      testing
       models.flops""",
   # What a trainer is made of.
-  4: """trainers.state trainers.update trainers.experience trainers.evaluate
+  4: """trainers.state trainers.update trainers.experience trainers.packed
+      trainers.evaluate
       sampling.engine rewards.model""",
   # Loops, and what watches them.
   5: """trainers.ppo trainers.sft trainers.reward trainers.preference
@@ -46,7 +48,7 @@ RESTRICTED = {
                      'trainers.checks',
                      'trainers.setup', 'trainers.run', 'trainers.ppo',
                      'trainers.sft', 'trainers.reward', 'trainers.preference',
-                     'planner.memory'},
+                     'planner.fit'},
   # Its API is in flux and it does not import on some newer JAX versions.
   'flax.nnx': set(),
   # Tests use the package, not the other way round.

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax.planner import memory
+from rlhf_jax.planner import fit
 from rlhf_jax.planner import programs as programs_lib
 from rlhf_jax.sharding import chips
 from rlhf_jax.sharding import hlo
@@ -43,6 +43,7 @@ class Cost:
   phase: str
   calls: float  # a step
   compile_seconds: float | None  # None: it was compiled before
+  compile_cpu_seconds: float | None
   flops: float
   memory_bytes: float  # read or written, at least
   temporaries: int  # bytes
@@ -76,14 +77,14 @@ class Cost:
     return max(parts, key=parts.get)
 
 
-def costs(done: memory.Compilation, chip: chips.Chip) -> list[Cost]:
+def costs(done: fit.Compilation, chip: chips.Chip) -> list[Cost]:
   """The cost of every program; seconds are 0 where the chip has no rates."""
   found = []
   for program in done.plan.programs:
     compiled = done.compiled[program.name]
     stats = compiled.memory_analysis()
     # What a loop over data goes through, it reads in every round.
-    moved = stats.argument_size_in_bytes * program.trips
+    moved = stats.argument_size_in_bytes * program.reads
     moved += stats.output_size_in_bytes + 2 * stats.temp_size_in_bytes
     flops = program.flops / program.mesh.size
     found.append(
@@ -92,6 +93,7 @@ def costs(done: memory.Compilation, chip: chips.Chip) -> list[Cost]:
         phase=program.phase,
         calls=program.calls,
         compile_seconds=done.seconds.get(program.name),
+        compile_cpu_seconds=done.cpu_seconds.get(program.name),
         flops=flops,
         memory_bytes=moved,
         temporaries=stats.temp_size_in_bytes,

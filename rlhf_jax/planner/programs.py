@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from rlhf_jax import tree
+from rlhf_jax import checkpoint
 from rlhf_jax import types
 from rlhf_jax.models import flops
 from rlhf_jax.models import heads
 from rlhf_jax.models import lora
+from rlhf_jax.models import spec
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import rules
-from rlhf_jax.trainers import adapters
 from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -42,9 +42,10 @@ class Program:
   calls: float  # a step
   flops: float = 0.0  # of a call, over all devices
   trips: float = 1.0  # of a loop whose length is data
-  # Arguments (by place or keyword) and results that live only for the call;
-  # all others are in the `Plan`.
-  passing: tuple[int | str, ...] = ()
+  reads: float = 1.0  # how often a call goes through its arguments
+  # Arguments that live on the devices only for the call, and whether its
+  # results do; all others are in the `Plan`.
+  passing: Callable[[Mapping[str, Compiled]], Any] = lambda done: ()
   result_passes: bool = False
   by_rows: bool = False  # its shapes follow the micro-batch
 
@@ -62,6 +63,8 @@ class Plan:
   resident: dict[str, types.PyTree]
   # Phase -> kind -> abstract arrays that live in that phase.
   in_phase: dict[str, Callable[[Mapping[str, Compiled]], dict[str, Any]]]
+  # Phases on devices of their own.
+  apart: tuple[str, ...] = ()
 
 
 def of_stage(setup: setup_lib.Setup, parts: roles_lib.Parts) -> Plan:
@@ -71,62 +74,80 @@ def of_stage(setup: setup_lib.Setup, parts: roles_lib.Parts) -> Plan:
     setup: of the stage; `numbers` decides the micro-batch.
     parts: what the stage computes with.
   """
-  host = ('opt_state',) if setup.offloads('optimizer') else ()
-  states = {
-    role: state_lib.abstract(one.optimizer, setup.mesh, one.specs, host=host)
-    for role, one in parts.learners.items()
-  }
-  frozen = {}
-  if parts.learners['actor'].adapts:
-    frozen = adapters.abstract_frozen(setup)
-  # What each role's forward pass reads.
-  params = {role: state.params for role, state in states.items()}
-  params['actor'] = lora.combine(frozen, params['actor'])
-  resident, held = {}, {name: {} for name in PHASES}
-  if frozen:
-    resident['model under the adapters'] = frozen
-  lone = setup.config.model.path and not setup.config.model.lora.path
-  if frozen and lone and not setup.first_step:
-    params['reference'] = frozen  # as `roles.begin_reference` has it
-  elif parts.plan is not None and parts.plan.reference:
-    params['reference'] = params['actor']
-    _hold(resident, held, 'reference', states['actor'].params,
-          ('ref',) if setup.offloads('reference') else None)  # fmt: skip
-  for role, state in states.items():
-    used = _USED[role] if setup.offloads('params') else None
-    _hold(resident, held, f'{role} parameters', state.params, used)
-    resident[f'{role} optimizer'] = state.opt_state
-    held[f'update_{role}']['gradients'] = _gradients(setup, state)
-  found = _updates(setup, parts, states, params, frozen)
-  in_phase = {name: lambda done, more=more: more for name, more in held.items()}
+  arrays = _arrays(setup, parts)
+  resident, in_phase = {}, {}
+  for role, stored in arrays.stored.items():
+    resident[f'{role} parameters'] = stored.params
+    resident[f'{role} optimizer'] = stored.opt_state
+    held = {'gradients': arrays.gradients[role]}
+    if setup.offloads('params'):  # fetched for all updates of a step
+      held['fetched parameters'] = arrays.states[role].params
+    in_phase[f'update_{role}'] = lambda done, held=held: held
+  if arrays.frozen:
+    resident['frozen parameters'] = arrays.frozen
+  found, apart = _updates(setup, parts, arrays), ()
   if parts.plan is not None:
-    found += _passes(setup, parts, params)
-    found += _rollout(setup, parts, params['actor'])
-    in_phase['gen'] = lambda done: held['gen'] | _rollout_arrays(done)
+    resident['reference'] = () if arrays.shares else arrays.reference_stored
+    found += _passes(setup, parts, arrays)
+    found += _rollout(setup, parts, arrays)
+    in_phase['gen'] = _rollout_arrays
+    training = set(setup.mesh.devices.flat)
+    if not training & set(setup.islands.rollout.devices.flat):
+      apart = ('gen',)
   order = list(PHASES)
   found.sort(key=lambda program: order.index(program.phase))
-  return Plan(found, resident, in_phase)
+  return Plan(found, resident, in_phase, apart)
 
 
-def _hold(resident, held, kind, arrays, used) -> None:
-  """Notes arrays that live all stage, or in the phases that use them."""
-  if used is None:
-    resident[kind] = arrays
-    return
-  for phase in used:
-    held[phase][kind] = arrays
+@dataclasses.dataclass(frozen=True)
+class _Arrays:
+  """The abstract arrays of the roles."""
+
+  states: dict[str, state_lib.TrainState]  # on the devices
+  stored: dict[str, state_lib.TrainState]  # where they live between uses
+  gradients: dict[str, types.PyTree]
+  frozen: types.PyTree  # the model under adapters, {} without
+  reference: types.PyTree | None
+  reference_stored: types.PyTree
+  shares: bool  # the reference is the frozen model itself
+
+  def params(self, role: str) -> types.PyTree:
+    """What the forward pass of a role reads."""
+    params = self.states[role].params
+    return lora.combine(self.frozen, params) if role == 'actor' else params
 
 
-def _gradients(setup, state) -> types.PyTree:
-  return tree.cast(state.params, setup.config.training.gradient_dtype)
+def _arrays(setup, parts) -> _Arrays:
+  mesh, config = setup.mesh, setup.config
+  state_of = lambda one, host: state_lib.abstract(
+    one.optimizer, mesh, one.specs, host=host
+  )
+  learners, host = parts.learners, roles_lib.host_fields(setup)
+  states = {role: state_of(one, ()) for role, one in learners.items()}
+  stored = {role: state_of(one, host) for role, one in learners.items()}
+  place = lambda specs, dtype: checkpoint.abstract(
+    spec.abstract(specs, dtype), rules.params(mesh, specs)
+  )
+  dtype = jnp.dtype(config.training.gradient_dtype)
+  gradients = {role: place(one.specs, dtype) for role, one in learners.items()}
+  actor, frozen = learners['actor'], {}
+  if actor.adapts:
+    base = setup_lib.dtype(config.model.lora.base_dtype)
+    scale = jax.ShapeDtypeStruct(
+      (), jnp.float32, sharding=rules.sharding(mesh, (), ())
+    )
+    frozen = place(actor.model_specs, base) | {lora.SCALE: scale}
+  reference, kept = None, ()
+  # See `roles.begin_reference`.
+  shares = bool(frozen) and not setup.first_step and not config.model.lora.path
+  if parts.plan is not None and parts.plan.reference:
+    kept = states['actor'].params
+    reference = frozen if shares else lora.combine(frozen, kept)
+    if setup.offloads('reference'):
+      kept = checkpoint.abstract(kept, rules.in_host(kept))
+  return _Arrays(states, stored, gradients, frozen, reference, kept, shares)
 
 
-# Phases in which the parameters of a role are on the devices, where they live
-# on the host.
-_USED = {
-  'actor': ('relayout', 'old_log_prob', 'update_actor'),
-  'critic': ('values', 'update_critic'),
-}
 PHASES = {
   'relayout': 'weights of the rollout',
   'gen': 'rollout',
@@ -213,26 +234,26 @@ def _states(setup):
   return _rows(setup, dtype, setup.model.d_model)
 
 
-def _updates(setup, parts, states, params, frozen) -> list[Program]:
+def _updates(setup, parts, arrays) -> list[Program]:
   """zeros, accumulate and apply of every role."""
-  numbers, remat = setup.numbers, setup.config.model.remat
+  numbers, plan = setup.numbers, parts.plan
   tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
   number = jax.ShapeDtypeStruct((), jnp.float32)
   batch = _batch(setup, parts)
   found = []
   for role, programs in parts.updates.items():
-    state, coefs = states[role], {}
-    if parts.plan is not None:
+    state, grads, coefs = arrays.states[role], arrays.gradients[role], {}
+    if plan is not None:
       coefs = dict(entropy=number, kl=number)
-      if parts.plan.exact_loss:
-        coefs['reference_head'] = heads.head_params(params['reference'])
-    if frozen and role == 'actor':
-      coefs['frozen'] = frozen
-    gradients = _gradients(setup, state)
+      if plan.exact_loss:
+        coefs['reference_head'] = heads.head_params(arrays.reference)
+    if role == 'actor' and arrays.frozen:
+      coefs['frozen'] = arrays.frozen
     # A pass backward is two forward, and what it recomputes is another.
-    passes = 3 + (remat == 'block')
+    passes = 3 + (setup.remat == 'block')
     forward = forward_flops(setup, tokens, head=role == 'actor')
     updates = numbers.updates_per_step
+    fetched = (state.opt_state,) if setup.offloads('optimizer') else ()
     add = lambda name, calls, arguments, role=role, programs=programs, **more: (
       found.append(
         Program(
@@ -244,51 +265,54 @@ def _updates(setup, parts, states, params, frozen) -> list[Program]:
     add('zeros', updates, (state.params,))
     add(
       'accumulate', updates * microbatches(setup),
-      (state.params, gradients, batch, coefs),
-      flops=forward * passes, passing=(2,), by_rows=True,
+      (state.params, grads, batch, coefs),
+      flops=forward * passes, passing=lambda done: batch, by_rows=True,
     )  # fmt: skip
-    add('apply', updates, (state, gradients))
+    add(
+      'apply', updates, (state, grads), passing=lambda done, x=fetched: x
+    )  # fmt: skip
   return found
 
 
-def _passes(setup, parts, params) -> list[Program]:
+def _passes(setup, parts, arrays) -> list[Program]:
   """The forward passes of a step, see `measure`."""
   numbers, plan = setup.numbers, parts.plan
   tokens = numbers.rows_per_microbatch * setup.config.training.tokens_per_row
   calls = numbers.minibatches_per_step * microbatches(setup)
   found = []
 
-  def add(name, phase, role, *, head, **keywords):
+  def add(name, phase, role, params, fetched, **keywords):
     keywords = dict(rows=rows_like(setup)) | keywords
+    passing = (keywords, params if setup.offloads(fetched) else ())
+    forward = forward_flops(setup, tokens, head=role != 'critic')
     found.append(
       Program(
-        name, phase, parts.passes[role],
-        lambda done: ((params[role],), keywords),
-        setup.mesh, calls, flops=forward_flops(setup, tokens, head=head),
-        by_rows=True, passing=tuple(keywords), result_passes=True,
+        name, phase, parts.passes[role], lambda done: ((params,), keywords),
+        setup.mesh, calls, flops=forward, by_rows=True,
+        passing=lambda done: passing, result_passes=True,
       )
     )  # fmt: skip
 
   if plan.reference:
-    add('reference', 'ref', 'reference', head=True)
+    add('reference', 'ref', 'reference', arrays.reference, 'reference')
   if plan.old_pass:
     exact = {}
     if plan.divergence:
-      head = heads.head_params(params['reference'])
+      head = heads.head_params(arrays.reference)
       exact['reference'] = head, _states(setup)
-    add('log-probs', 'old_log_prob', 'actor', head=True, **exact)
+    actor = arrays.params('actor')
+    add('log-probs', 'old_log_prob', 'actor', actor, 'params', **exact)
   if plan.critic:
-    add('values', 'values', 'critic', head=False)
+    add('values', 'values', 'critic', arrays.params('critic'), 'params')
   return found
 
 
-def _rollout(setup, parts, params) -> list[Program]:
+def _rollout(setup, parts, arrays) -> list[Program]:
   """relayout, and the sampler's programs at their largest."""
   sampler = setup.sampler(setup.config.rollout.samples_per_prompt)
   shape, mesh = sampler['shape'], sampler['mesh']
   sizes = engine.largest(**sampler)
-  # The rollout may run on islands of the training mesh, side by side.
-  sequences = setup.numbers.sequences_per_step * mesh.size // setup.mesh.size
+  sequences = setup.numbers.sequences_per_step // setup.islands.count
   prompts = math.ceil(sequences / shape.samples_per_prompt / sizes.prompts)
   rounds = math.ceil(sequences / sizes.slots)
   middle = shape.max_prompt_tokens + shape.max_new_tokens / 2
@@ -296,13 +320,21 @@ def _rollout(setup, parts, params) -> list[Program]:
   rows, width, slots = sizes.prompts, sizes.width, sizes.slots
   prefill = dict(flops=forward(rows * width, rows, rows * width**2 / 2))
   decode = dict(
-    flops=forward(slots, slots, slots * middle) * shape.chunk, trips=shape.chunk
+    flops=forward(slots, slots, slots * middle) * shape.chunk,
+    trips=shape.chunk,
+    reads=shape.chunk,
   )
   more = {
     'prefill': (prompts, prefill),
-    'insert': (math.ceil(sequences / sizes.inserted), {}),
+    'insert': (
+      math.ceil(sequences / sizes.inserted),
+      dict(trips=sizes.inserted),
+    ),
     'advance': (rounds * math.ceil(shape.max_new_tokens / shape.chunk), decode),
-    'grow': (0, dict(result_passes=True, passing=(0,))),
+    'grow': (
+      0,
+      dict(result_passes=True, passing=lambda done: done['less'].out_info),
+    ),
   }
 
   def policy(done):
@@ -314,10 +346,12 @@ def _rollout(setup, parts, params) -> list[Program]:
       results(done['relayout']),
     )
 
+  params = arrays.params('actor')
+  fetched = arrays.states['actor'].params if setup.offloads('params') else ()
   found = [
     Program(
       'relayout', 'relayout', parts.relayout, lambda done: ((params,), {}),
-      setup.mesh, 1, result_passes=True,
+      setup.mesh, 1, result_passes=True, passing=lambda done: fetched,
     )
   ]  # fmt: skip
   for name, function, arguments in engine.ahead(

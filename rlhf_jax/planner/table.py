@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf_jax.planner import estimate
-from rlhf_jax.planner import memory
+from rlhf_jax.planner import fit
 from rlhf_jax.sharding import chips
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -21,7 +21,7 @@ _KINDS = (
 def lines(
   setup: setup_lib.Setup,
   target: chips.Target,
-  found: Sequence[memory.Phase],
+  found: Sequence[fit.Phase],
   costs: Sequence[estimate.Cost],
   step: estimate.Step,
   most: int | None,
@@ -142,14 +142,14 @@ def verdict(setup, found, costs, step, most) -> list[str]:
     out = [f'Verdict: no limit to compare with; {worst.name} needs the most']
   elif worst.peak > most:
     out = [
-      f'Verdict: DOES NOT FIT: {worst.name} needs {memory.text(worst.peak)} of'
-      f' {memory.text(most)}'
+      f'Verdict: DOES NOT FIT: {worst.name} needs {fit.text(worst.peak)} of'
+      f' {fit.text(most)}'
     ]
-    out += [f'  - {text}' for text in memory.remedies(setup, worst)[:3]]
+    out += [f'  - {text}' for text in fit.remedies(setup, worst)[:3]]
   else:
     out = [
       f'Verdict: fits; {worst.name} needs the most,'
-      f' {memory.text(worst.peak)} of {memory.text(most)}'
+      f' {fit.text(worst.peak)} of {fit.text(most)}'
       f' ({worst.peak / most:.0%})'
     ]
   return out + [

@@ -19,7 +19,7 @@ from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
 from rlhf_jax.sampling import cache as cache_lib
 from rlhf_jax.sampling import decode
-from rlhf_jax.sampling import pick
+from rlhf_jax.sampling import requests
 from rlhf_jax.sampling import schedule
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
@@ -152,7 +152,7 @@ def generate(
     prompt_lengths=prompt_lengths,
     mask=(at >= prompt_lengths[:, None]) & (at < lengths[:, None]),
     logprobs=logprobs,
-    temperature=_spread('temperature', temperature, count, np.float32),
+    temperature=requests.spread('temperature', temperature, count, np.float32),
     truncated=truncated,
     group=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
     policy_version=np.full(count, policy_version, np.int32),
@@ -219,7 +219,7 @@ def stream(
   """
   samples, groups = shape.samples_per_prompt, mesh_lib.rollout_groups(mesh)
   lengths = _lengths(prompts, shape)
-  asked = requests(
+  asked = requests.make(
     len(prompts) * samples, shape,
     stop_ids=stop_ids, temperature=temperature, top_k=top_k, top_p=top_p,
     min_p=min_p, min_new_tokens=min_new_tokens, max_new_tokens=max_new_tokens,
@@ -238,11 +238,11 @@ class _Rollout:
   """The host side of one call of `stream`."""
 
   def __init__(
-    self, params, prompts, lengths, requests, key, prefix, *, config, mesh,
+    self, params, prompts, lengths, asked, key, prefix, *, config, mesh,
     shape, sizes, dtype, find_stop, whole,
   ):  # fmt: skip
     self.params, self.prompts, self.key = params, prompts, key
-    self.lengths, self.requests = lengths, requests
+    self.lengths, self.requests = lengths, asked
     self.mesh, self.shape, self.sizes = mesh, shape, sizes
     self.groups = mesh_lib.rollout_groups(mesh)
     self.find_stop, self.whole = find_stop, whole
@@ -492,7 +492,7 @@ def warm_up(
     )
   most = min(INSERT, sizes.slots[-1])
   nothing = np.zeros(most, np.int32)
-  asked = requests(most, shape)
+  asked = requests.make(most, shape)
   for width in sizes.widths:
     rows = schedule.prefill_rows(width, sizes.slots[-1], groups)
     blank = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
@@ -588,7 +588,7 @@ def ahead(
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   n = sizes.inserted
   asked = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), requests(n, shape)
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), requests.make(n, shape)
   )
   of_prompts = lambda *shape: jax.ShapeDtypeStruct(
     shape,
@@ -691,128 +691,6 @@ def _lengths(prompts: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
       ' drop or cut long prompts'
     )
   return lengths
-
-
-def requests(
-  count: int,
-  shape: Shape,
-  *,
-  stop_ids=(),
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
-  min_p=0.0,
-  min_new_tokens=0,
-  max_new_tokens=None,
-  bias=(),
-  seeds=None,
-) -> pick.Request:
-  """What `count` sequences ask for; keywords and errors as of `stream`."""
-  if max_new_tokens is None:
-    max_new_tokens = shape.max_new_tokens
-  whole = functools.partial(_spread, count=count, dtype=np.int32)
-  real = functools.partial(_spread, count=count, dtype=np.float32)
-  ids, numbers = _biases(bias, count, shape.max_biases)
-  request = pick.Request(
-    address=whole('seeds', np.arange(count) if seeds is None else seeds),
-    temperature=real('temperature', temperature),
-    top_k=whole('top_k', top_k),
-    top_p=real('top_p', top_p),
-    min_p=real('min_p', min_p),
-    min_new_tokens=whole('min_new_tokens', min_new_tokens),
-    max_new_tokens=whole('max_new_tokens', max_new_tokens),
-    stop_ids=_stop_sets(stop_ids, count, shape.max_stop_ids),
-    bias_ids=ids,
-    bias=numbers,
-  )
-  limit = shape.max_new_tokens
-  for ok, what in (
-    ((request.temperature >= 0).all(), 'temperature must be 0 or more'),
-    ((request.top_k >= 0).all(), 'top_k must be 0 (off) or more'),
-    (
-      ((request.top_p > 0) & (request.top_p <= 1)).all(),
-      'top_p must lie in (0, 1]',
-    ),
-    (
-      ((request.min_p >= 0) & (request.min_p <= 1)).all(),
-      'min_p must lie in [0, 1], 0 is off',
-    ),
-    ((request.min_new_tokens >= 0).all(), 'min_new_tokens must be 0 or more'),
-    (
-      (request.max_new_tokens >= 1).all()
-      and (request.max_new_tokens <= limit).all(),
-      f'max_new_tokens must lie in 1..{limit}',
-    ),
-    (
-      (request.min_new_tokens <= request.max_new_tokens).all(),
-      'min_new_tokens must not be more than max_new_tokens',
-    ),
-  ):
-    if not ok:
-      raise ValueError(f'{what}, got {temperature=} {top_k=} {top_p=} {min_p=}'
-                       f' {min_new_tokens=} {max_new_tokens=}')  # fmt: skip
-  return request
-
-
-def _spread(name, value, count, dtype) -> np.ndarray:
-  """A number, or one for each sequence, as [count]."""
-  value = np.asarray(value, dtype)
-  if value.ndim and value.shape != (count,):
-    raise ValueError(
-      f'{name} has shape {value.shape}, expected a number or one for each of'
-      f' the {count} sequences'
-    )
-  return np.broadcast_to(value, count).copy()
-
-
-def _stop_sets(stop_ids, count, size) -> np.ndarray:
-  """[count, size] int32, padded with -1."""
-  each = list(stop_ids)
-  if not each or np.ndim(each[0]) == 0:
-    each = [each] * count
-  if len(each) != count:
-    raise ValueError(
-      f'stop_ids has {len(each)} sets, expected one set of ids, or one for'
-      f' each of the {count} sequences'
-    )
-  out = np.full((count, size), -1, np.int32)
-  for row, ids in zip(out, each):
-    ids = sorted({int(i) for i in ids})
-    if len(ids) > size:
-      raise ValueError(
-        f'{len(ids)} stop ids for one sequence, the sampler was made for'
-        f' max_stop_ids={size}: raise that'
-      )
-    row[: len(ids)] = ids
-  return out
-
-
-def _biases(bias, count, size) -> tuple[np.ndarray, np.ndarray]:
-  """Ids [count, size] int32, padded with -1, and numbers [count, size]."""
-  each = [bias] * count if isinstance(bias, Mapping) else list(bias)
-  ids = np.full((count, size), -1, np.int32)
-  numbers = np.zeros((count, size), np.float32)
-  if not each:
-    return ids, numbers
-  if len(each) != count:
-    raise ValueError(
-      f'bias has {len(each)} entries, expected one mapping, or one for each of'
-      f' the {count} sequences'
-    )
-  for n, mapping in enumerate(each):
-    if len(mapping) > size:
-      raise ValueError(
-        f'{len(mapping)} biases for one sequence, the sampler was made for'
-        f' max_biases={size}: raise that'
-      )
-    for k, (token, number) in enumerate(sorted(mapping.items())):
-      if token < 0 or np.isnan(number) or number == np.inf:
-        raise ValueError(
-          f'bias {{{token}: {number}}}: expected a token id of 0 or more and a'
-          ' number, or -inf for a ban'
-        )
-      ids[n, k], numbers[n, k] = token, number
-  return ids, numbers
 
 
 def _usable_prefix(prefix, prompts) -> np.ndarray:

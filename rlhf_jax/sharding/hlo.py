@@ -33,6 +33,9 @@ _MESH = re.compile(
 )
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r'source_target_pairs=\{(\{[\d,{}]*\})\}')
+_CHANNEL = re.compile(r'channel_id=(\d+)')
+_CONDITION = re.compile(r'condition=%?([\w.\-]+)')
+_NUMBER = re.compile(r'^\((\d+)\)')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 KINDS = (
@@ -92,7 +95,15 @@ def collectives(
   """
   computations, entry = _parse(text)
   runs = _runs(computations, entry, trips)
-  found = []
+  # What a TPU does in the background: beginning, middle and end are fusions
+  # with other work, and each shows the whole collective.
+  background = {
+    _channel(one)
+    for name, instructions in computations.items()
+    for one in instructions
+    if name.startswith('async_collective_fusion') and one.op in KINDS
+  }
+  found, begun = [], set()
   for name, instructions in computations.items():
     if not runs.get(name):
       continue
@@ -101,6 +112,14 @@ def collectives(
       kind = one.op.removesuffix('-start')
       if kind not in KINDS:
         continue
+      channel = _channel(one)
+      if channel in background:
+        if channel in begun:
+          continue
+        begun.add(channel)
+      # A TPU's name for one that leaves each device its part.
+      if kind == 'all-reduce' and name.startswith('all-reduce-scatter'):
+        kind = 'reduce-scatter'
       operands = _operands(one.rest)
       size = sum(_nbytes(types.get(operand, '')) for operand in operands)
       found.append(
@@ -109,7 +128,8 @@ def collectives(
           operand_bytes=size,
           group=_group(one.rest, device_count),
           runs=runs[name],
-          hidden=one.op.endswith('-start') and _overlaps(instructions, place),
+          hidden=channel in background
+          or (one.op.endswith('-start') and _overlaps(instructions, place)),
           source=''.join(_SOURCE.findall(one.rest)[:1]),
           type=one.type,
         )
@@ -166,6 +186,10 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
   return computations, entry
 
 
+def _channel(one: _Instruction) -> tuple[str, ...]:
+  return one.op, *_CHANNEL.findall(one.rest)[:1]
+
+
 def _runs(computations, entry: str, trips: float) -> dict[str, float]:
   """How often a call of the program runs each computation.
 
@@ -183,9 +207,8 @@ def _runs(computations, entry: str, trips: float) -> dict[str, float]:
         continue
       inner, loop = times, in_loop
       if one.op == 'while':
-        known = _TRIPS.search(one.rest)
-        unknown = 1.0 if in_loop else trips
-        inner = times * (float(known.group(1)) if known else unknown)
+        known = _trips(one, computations)
+        inner = times * (known or (1.0 if in_loop else trips))
         loop = True
       for other in called:
         if other in computations:
@@ -193,6 +216,24 @@ def _runs(computations, entry: str, trips: float) -> dict[str, float]:
 
   visit(entry, 1.0, False)
   return total
+
+
+def _trips(loop: _Instruction, computations) -> float | None:
+  """How often a loop runs, None where that is data."""
+  known = _TRIPS.search(loop.rest)
+  if known:
+    return float(known.group(1))
+  # As `lax.scan` makes it: from 0, as long as it is less than a number.
+  condition = computations.get(''.join(_CONDITION.findall(loop.rest)[:1]), ())
+  compares = [x for x in condition if x.op == 'compare']
+  numbers = {
+    x.name: float(_NUMBER.search(x.rest).group(1))
+    for x in condition
+    if x.op == 'constant' and _NUMBER.search(x.rest)
+  }
+  if len(compares) != 1 or 'direction=LT' not in compares[0].rest:
+    return None
+  return numbers.get(_operands(compares[0].rest)[-1])
 
 
 def _operands(rest: str) -> list[str]:

@@ -6,13 +6,11 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import checkpoint
 from rlhf_jax import tree
 from rlhf_jax import types
 from rlhf_jax.models import hf
 from rlhf_jax.models import lora
 from rlhf_jax.models import peft
-from rlhf_jax.models import spec
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -28,19 +26,6 @@ def frozen(setup: setup_lib.Setup) -> types.PyTree:
     dtype=setup_lib.dtype(section.base_dtype),
     scale=lora.scale(section.alpha, section.rank),
   )
-
-
-def abstract_frozen(setup: setup_lib.Setup) -> types.PyTree:
-  """Shapes and shardings of `frozen`, without reading anything."""
-  table = state_lib.specs_of(setup.model, 'actor')
-  dtype = setup_lib.dtype(setup.config.model.lora.base_dtype)
-  model = checkpoint.abstract(
-    spec.abstract(table, dtype), rules.params(setup.mesh, table)
-  )
-  scale = jax.ShapeDtypeStruct(
-    (), jnp.float32, sharding=rules.sharding(setup.mesh, (), ())
-  )
-  return model | {lora.SCALE: scale}
 
 
 def initial(setup: setup_lib.Setup, key: types.Array) -> types.PyTree:

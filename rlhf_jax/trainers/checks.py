@@ -158,6 +158,11 @@ def common(
   for key, ok, wanted in (
     ('reward_timeout_s', config.reward_timeout_s > 0, 'more than 0 seconds'),
     ('model.head_chunk', config.model.head_chunk >= 1, '1 or more tokens'),
+    (
+      'memory_limit_bytes',
+      config.memory_limit_bytes >= 0,
+      '0 (what the device says) or more bytes',
+    ),
     ('checkpoint.keep', config.checkpoint.keep >= 1, '1 or more checkpoints'),
     ('rollout.top_k', rollout.top_k >= 0, '0 (off) or more tokens'),
     ('rollout.top_p', 0 < rollout.top_p <= 1, 'in (0, 1], 1 is off'),

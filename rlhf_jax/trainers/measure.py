@@ -8,7 +8,7 @@ import numpy as np
 from rlhf_jax import types
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
-from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import update
 
@@ -45,7 +45,7 @@ def measure(
   plan: algorithm_lib.Plan,
   passes: dict[str, Callable],
   stage: roles_lib.Roles,
-  batches: Sequence[experience_lib.MiniBatch],
+  batches: Sequence[packed.MiniBatch],
   rollout: types.Rollout,
   *,
   rows_per_microbatch: int,
@@ -67,7 +67,7 @@ def measure(
   nothing = np.zeros(rollout.tokens.shape, np.float32)
 
   def run(role, params, **reference):
-    return experience_lib.run_score(
+    return packed.run_score(
         passes[role], params, batches, rollout, islands=islands,
         rows_per_microbatch=rows_per_microbatch, **reference,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import jax
 from rlhf_jax import metrics
 from rlhf_jax import types
 from rlhf_jax.sharding import mesh as mesh_lib
-from rlhf_jax.trainers import experience
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
@@ -67,7 +67,7 @@ def update(
   """
 
   def attempt(rows_per_microbatch):
-    parts = experience.slices(batch, rows_per_microbatch, setup.islands)
+    parts = packed.slices(batch, rows_per_microbatch, setup.islands)
     return update_lib.update(
       state, parts, coefs, programs=programs, prefix=prefix
     )

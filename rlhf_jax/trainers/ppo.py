@@ -19,7 +19,7 @@ from rlhf_jax.algorithms import importance
 from rlhf_jax.algorithms import kl
 from rlhf_jax.data import packing
 from rlhf_jax.models import flops
-from rlhf_jax.planner import memory as planned_memory
+from rlhf_jax.planner import fit
 from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import algorithm as algorithm_lib
@@ -28,6 +28,7 @@ from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
 from rlhf_jax.trainers import memory
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import rollout as rollout_lib
 from rlhf_jax.trainers import run as run_lib
@@ -52,7 +53,7 @@ def train(
     The actor's parameters after the last step; with adapters, see `lora`.
   """
   computes = parts(setup)
-  setup = planned_memory.ahead(setup, run, computes)
+  setup = fit.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   algorithm, seed = config.algorithm, config.seed
@@ -103,23 +104,10 @@ def train(
     sampled = sampler.take(
       stage.actor, step=step, policy_version=host.policy_version
     )
-    rollout, prompts, rewards = (
-      sampled.rollout,
-      sampled.prompts,
-      sampled.rewards,
-    )
-    rejected = experience_lib.rejected(
-      rollout,
-      # Without a baseline there is nothing to compare a score with.
-      rewards.scores
-      if sampled.baseline is None
-      else rewards.scores + 0 * sampled.baseline,
-      truncated=algorithm.mask_truncated,
-      uniform_groups=algorithm.drop_uniform_groups,
-    )
-    rollout = rollout.replace(mask=rollout.mask & ~rejected[:, None])
+    rewards = sampled.rewards
+    rollout = _taking_part(config.algorithm, sampled)
     split = functools.partial(
-      experience_lib.split,
+      packed.split,
       count=numbers.minibatches_per_step,
       tokens_per_row=config.training.tokens_per_row,
       rows_per_microbatch=memory.rows(run, setup),
@@ -152,79 +140,33 @@ def train(
       )
       measured |= done
 
-    # ---- KL in the reward, advantages -------------------------------------
-    penalty = None
+    # ---- KL in the reward, advantages, batches -----------------------------
     with timings('adv'):
-      if algorithm.kl_reward.coef:
-        penalty = _penalty(algorithm.kl_reward, seen, rollout.mask)
-        seen_here['kl/reward'] = metrics.mean(penalty, rollout.mask)
-        measured['kl/reward_coef'] = metrics.mean(host.kl_reward.coef)
-      cut = rollout.truncated & algorithm.bootstrap_truncated
-      experience = experience_lib.estimate(
-        rollout,
-        rewards.values,
-        rewards.scores,
-        seen.old_logprobs,
-        seen.reference_logprobs,
-        seen.values,
-        np.where(cut, seen.values_after, 0.0),
-        islands=islands,
-        estimator=algorithm.advantages,
-        settings=algorithm_lib.estimator_settings(algorithm),
-        whiten=algorithm_lib.whitens(algorithm),
-        kl=penalty,
-        kl_coef=host.kl_reward.coef,
-        reward_weights=list(setup.reward_weights.values()),
-        baseline=sampled.baseline,
-        sum_squares=seen.sum_squares,
-        importance=weights,
+      experience, done = _advantages(
+        setup, host, sampled, rollout, seen, weights
       )
+      seen_here |= done
       trained = experience
       if algorithm.filtration.method != 'off':
-        trained, chosen = experience_lib.filtrate(
-          experience,
-          keys.key(seed, 'filtration', step),
-          islands=islands,
-          method=algorithm.filtration.method,
-          power=algorithm.filtration.power,
-        )
-        measured |= chosen
-        home, _ = experience_lib.assign(
-          numbers.sequences_per_step,
-          numbers.minibatches_per_step,
-          1,
-          seed=seed,
-          step=step,
-        )
-        number = len(trained.scores)
-        minibatches = split(
-          trained.rollout, home[islands.index * number :][:number]
-        )
-      states = (
-        seen.reference_states if plan.exact_loss else itertools.repeat(None)
-      )
-      totals = experience_lib.totals(trained, minibatches, islands)
-      batches = [
-          experience_lib.token_batch(
-              trained, batch, algorithm.aggregation,
-              scale=_scale(algorithm.aggregation, config),
-              totals=of_batch, reference_states=of_reference,
-          )
-          for batch, of_batch, of_reference in zip(minibatches, totals, states)
-      ]  # fmt: skip
+        trained, home, done = _filtrated(setup, experience, step)
+        measured |= done
+        minibatches = split(trained.rollout, home)
+      totals = packed.totals(trained, minibatches, islands)
+      states = seen.reference_states if plan.exact_loss else None
+      batches = _batches(config, trained, minibatches, totals, states)
     seen_here |= experience_lib.statistics(
       experience,
       list(setup.rewards),
       islands=islands,
       with_critic=plan.critic,
     )
-    seen_here['perf/padding'] = experience_lib.padding(minibatches)
+    seen_here['perf/padding'] = packed.padding(minibatches)
 
     # ---- Updates: epochs x mini-batches x micro-batches -------------------
     coefs = dict(entropy=algorithm.entropy_coef, kl=host.kl_loss.coef)
     if plan.exact_loss:
       coefs['reference_head'] = stage.reference_head
-    order = experience_lib.update_order(
+    order = packed.update_order(
       len(batches), config.training.epochs_per_step, seed=seed, step=step
     )
     # Rejection may have left nothing of a mini-batch.
@@ -275,24 +217,9 @@ def train(
     run.events(multihost.join(islands, rewards.events), host.step)
     run.add_step(everyone.scores, everyone.dropped, everyone.lengths.sum())
     if train_actor:  # while it is frozen the divergence says nothing
-      sequences = numbers.sequences_per_step
-      host.kl_reward = kl.update(
-        host.kl_reward, computed.get('kl/reward', np.nan), sequences
-      )
-      host.kl_loss = kl.update(
-        host.kl_loss, computed.get('kl/reference', np.nan), sequences
-      )
+      _update_controllers(host, computed, numbers.sequences_per_step)
     if run.due(config.dump_every, setup):
-      texts = evaluate.responses(
-        rollout, setup.tokenizer, config.rollout.stop_strings
-      )
-      dump = evaluate.sample_rows(
-          setup.name, host.step, texts, rewards, list(setup.rewards),
-          rollout, prompts, setup.tokenizer,
-          advantages=experience.advantages, limit=config.dump_sequences,
-      )  # fmt: skip
-      run.writer.samples(dump)
-      run.console.samples(dump)
+      _dump(setup, run, sampled, rollout, experience)
     seconds = time.perf_counter() - began
     if setup.validation and run.due(config.evaluation.every, setup):
       with timings('evaluate'):
@@ -353,6 +280,127 @@ def _learners(setup: setup_lib.Setup, with_critic: bool) -> dict:
   return learners
 
 
+def _taking_part(algorithm, sampled: rollout_lib.Sampled) -> types.Rollout:
+  """The rollout of a step; what does not train has lost its actions."""
+  rollout, scores = sampled.rollout, sampled.rewards.scores
+  if sampled.baseline is not None:
+    # Without a baseline there is nothing to compare a score with.
+    scores = scores + 0 * sampled.baseline
+  rejected = experience_lib.rejected(
+    rollout,
+    scores,
+    truncated=algorithm.mask_truncated,
+    uniform_groups=algorithm.drop_uniform_groups,
+  )
+  return rollout.replace(mask=rollout.mask & ~rejected[:, None])
+
+
+def _advantages(
+  setup, host, sampled, rollout, seen: measure.Measured, weights
+) -> tuple[types.Experience, metrics.Metrics]:
+  """Token rewards with the KL penalty, advantages, returns."""
+  algorithm, measured, penalty = setup.config.algorithm, {}, None
+  if algorithm.kl_reward.coef:
+    penalty = _penalty(algorithm.kl_reward, seen, rollout.mask)
+    measured['kl/reward'] = metrics.mean(penalty, rollout.mask)
+    # Every island says the same.
+    measured['kl/reward_coef'] = metrics.mean(host.kl_reward.coef)
+  cut = rollout.truncated & algorithm.bootstrap_truncated
+  experience = experience_lib.estimate(
+    rollout,
+    sampled.rewards.values,
+    sampled.rewards.scores,
+    seen.old_logprobs,
+    seen.reference_logprobs,
+    seen.values,
+    np.where(cut, seen.values_after, 0.0),
+    islands=setup.islands,
+    estimator=algorithm.advantages,
+    settings=algorithm_lib.estimator_settings(algorithm),
+    whiten=algorithm_lib.whitens(algorithm),
+    kl=penalty,
+    kl_coef=host.kl_reward.coef,
+    reward_weights=list(setup.reward_weights.values()),
+    baseline=sampled.baseline,
+    sum_squares=seen.sum_squares,
+    importance=weights,
+  )
+  return experience, measured
+
+
+def _filtrated(
+  setup, experience: types.Experience, step: int
+) -> tuple[types.Experience, np.ndarray, metrics.Metrics]:
+  """The sequences drawn anew, and the mini-batch of each."""
+  config, islands, seed = setup.config, setup.islands, setup.config.seed
+  section = config.algorithm.filtration
+  trained, measured = experience_lib.filtrate(
+    experience,
+    keys.key(seed, 'filtration', step),
+    islands=islands,
+    method=section.method,
+    power=section.power,
+  )
+  numbers, count = setup.numbers, len(trained.scores)
+  home, _ = packed.assign(
+    numbers.sequences_per_step,
+    numbers.minibatches_per_step,
+    1,
+    seed=seed,
+    step=step,
+  )
+  return trained, home[islands.index * count :][:count], measured
+
+
+def _batches(
+  config, experience, minibatches, totals, reference_states
+) -> list[types.TokenBatch]:
+  """What the updates read, one per mini-batch."""
+  mode = config.algorithm.aggregation
+  return [
+    packed.token_batch(
+      experience,
+      batch,
+      mode,
+      scale=_scale(mode, config),
+      totals=of_batch,
+      reference_states=of_reference,
+    )
+    for batch, of_batch, of_reference in zip(
+      minibatches, totals, reference_states or itertools.repeat(None)
+    )
+  ]
+
+
+def _update_controllers(host, computed: dict[str, float], count: int) -> None:
+  """Moves the KL coefficients by what `count` sequences showed."""
+  of = lambda name: computed.get(name, np.nan)
+  host.kl_reward = kl.update(host.kl_reward, of('kl/reward'), count)
+  host.kl_loss = kl.update(host.kl_loss, of('kl/reference'), count)
+
+
+def _dump(setup, run, sampled, rollout, experience) -> None:
+  """Writes and shows some samples of the step (of the first island)."""
+  config = setup.config
+  texts = evaluate.responses(
+    rollout, setup.tokenizer, config.rollout.stop_strings
+  )
+  dump = evaluate.sample_rows(
+    setup.name,
+    run.host.step,
+    texts,
+    sampled.rewards,
+    list(setup.rewards),
+    rollout,
+    sampled.prompts,
+    setup.tokenizer,
+    advantages=experience.advantages,
+    limit=config.dump_sequences,
+  )
+  run.writer.samples(dump)
+  run.console.samples(dump)
+
+
 def _penalty(section, seen: measure.Measured, mask) -> np.ndarray:
   """KL of the old policy to the reference per token, [N, T] nats."""
   estimator = algorithm_lib.kl_estimator(section)
@@ -371,7 +419,7 @@ def _selected(
   """
   scored = [
     multihost.own_rows(islands, score(rows=part).logprobs)
-    for part in experience_lib.slices(batch.rows, islands=islands, **rows)
+    for part in packed.slices(batch.rows, islands=islands, **rows)
   ]
   of = lambda x: np.asarray(x)[minibatch.members]
   first = islands.index * len(experience.scores)

@@ -170,7 +170,7 @@ def begin_or_restore(
   if step is not None:
     run.restored_step = None  # later stages begin anew
     states = restore(setup, learners, run.checkpoints, step)
-    roles = Roles(states, restored=True, host=_host_fields(setup))
+    roles = Roles(states, restored=True, host=host_fields(setup))
     if setup.adapts:
       checkpoint.verify(run.host.base, 'the model under the adapters')
       roles.frozen = adapters.frozen(setup)
@@ -185,7 +185,7 @@ def begin_or_restore(
     run.host.base = _folder(setup)
   params = actor_params(setup, params)
   frozen, trained = lora.split(params)
-  roles = Roles({}, host=_host_fields(setup), frozen=frozen)
+  roles = Roles({}, host=host_fields(setup), frozen=frozen)
   if with_reference:
     roles.reference, run.host.reference = begin_reference(
       setup, run.workdir, params, untouched
@@ -291,7 +291,7 @@ def restore(
   """The train states of a checkpoint, by role."""
   abstract = {
     role: state_lib.abstract(
-      one.optimizer, setup.mesh, one.specs, host=_host_fields(setup)
+      one.optimizer, setup.mesh, one.specs, host=host_fields(setup)
     )
     for role, one in learners.items()
   }
@@ -367,7 +367,7 @@ def _folder(setup: setup_lib.Setup) -> dict[str, str]:
   return dict(path=str(folder), sha256=checkpoint.fingerprint(folder))
 
 
-def _host_fields(setup: setup_lib.Setup) -> tuple[str, ...]:
+def host_fields(setup: setup_lib.Setup) -> tuple[str, ...]:
   """The fields of a train state that live in host memory."""
   fields = {'params': 'params', 'optimizer': 'opt_state'}
   return tuple(fields[name] for name in fields if setup.offloads(name))

@@ -24,6 +24,7 @@ from rlhf_jax.sampling import engine
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import evaluate
 from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 
@@ -118,7 +119,7 @@ class Sampler:
 
   def _sample(self, policy, step, policy_version) -> Sampled:
     config, islands = self._setup.config, self._setup.islands
-    home, island = experience_lib.assign(
+    home, island = packed.assign(
       config.rollout.prompts_per_step,
       self._setup.numbers.minibatches_per_step,
       islands.count,

@@ -363,9 +363,7 @@ def describe(setup: Setup) -> list[str]:
     f' {numbers.updates_per_step // numbers.minibatches_per_step} epochs)',
     _trained(setup),
     f'  longest sequence       {numbers.longest_sequence} tokens',
-    f'  micro-batch            {numbers.tokens_per_microbatch} tokens ='
-    f' {numbers.rows_per_microbatch} rows x'
-    f' {setup.config.training.tokens_per_row}',
+    _microbatch(setup),
     f'  epochs over the data   '
     f'{numbers.steps * _prompts(setup) / len(setup.train):.2f}',
   ]
@@ -404,6 +402,16 @@ def _trained(setup: Setup) -> str:
       f' the model is {dtype(section.base_dtype).name} and frozen)'
     )
   return f'  actor trains           {trained:,} of {total:,} parameters{how}'
+
+
+def _microbatch(setup: Setup) -> str:
+  training, numbers = setup.config.training, setup.numbers
+  if training.tokens_per_microbatch == arithmetic.AUTO:
+    return '  micro-batch            the largest that fits'
+  return (
+    f'  micro-batch            {numbers.tokens_per_microbatch} tokens ='
+    f' {numbers.rows_per_microbatch} rows x {training.tokens_per_row}'
+  )
 
 
 def _prompts(setup: Setup) -> int:

@@ -11,10 +11,10 @@ from rlhf_jax.algorithms import aggregation
 from rlhf_jax.data import packing
 from rlhf_jax.data import pipeline
 from rlhf_jax.models import flops
-from rlhf_jax.planner import memory as planned_memory
+from rlhf_jax.planner import fit
 from rlhf_jax.sharding import multihost
-from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import memory
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
@@ -35,7 +35,7 @@ def train(
     The parameters after the last step; with adapters, see `lora`.
   """
   computes = parts(setup)
-  setup = planned_memory.ahead(setup, run, computes)
+  setup = fit.ahead(setup, run, computes)
   config, numbers, islands = setup.config, setup.numbers, setup.islands
   host = run.host
   last_step = setup.first_step + numbers.steps
@@ -110,7 +110,7 @@ def pack(
   examples: types.Rollout, setup: setup_lib.Setup, rows_per_microbatch: int
 ) -> types.TokenBatch:
   """Packs examples into rows, weighted as `algorithm.aggregation` says."""
-  (batch,) = experience.split(
+  (batch,) = packed.split(
     examples,
     np.zeros(len(examples.lengths), int),
     1,

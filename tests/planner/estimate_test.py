@@ -48,6 +48,7 @@ def test_no_rates_no_seconds():
 def _cost(name='actor/accumulate', phase='update_actor', calls=4.0, **fields):
   default = dict(
     compile_seconds=1.0,
+    compile_cpu_seconds=1.0,
     flops=1e12,
     memory_bytes=1e9,
     temporaries=0,

@@ -73,6 +73,44 @@ def test_a_loop_over_data_runs_as_often_as_is_said():
   assert gather.moved == 7 * 128
 
 
+def test_trips_that_only_the_condition_knows():
+  text = _TEXT.replace('GROUPS', 'replica_groups={}').replace('TRIPS', '')
+  number = '  %n = s32[]{:T(128)} constant(28)\n  ROOT %less'
+  text = text.replace('  ROOT %less', number)
+  text = text.replace('compare(%c)', 'compare(%i, %n)')
+  assert hlo.collectives(text, 8, 64)[0].runs == 28
+
+
+def test_what_a_tpu_does_in_the_background():
+  """One collective in two fusions, and one that leaves each its part."""
+  line = (
+    '  %g = f32[8,8]{1,0} all-gather(%x), channel_id=7, '
+    'replica_groups=[4,2]<=[8], dimensions={0}\n'
+  )
+  fusion = (
+    '%async_collective_fusion.N (x: f32[4,8]) -> f32[8,8] {\n'
+    '  %x = f32[4,8]{1,0} parameter(0)\n' + line + '}\n\n'
+  )
+  scatter = (
+    '%all-reduce-scatter.1 (y: f32[8]) -> f32[4] {\n'
+    '  %y = f32[8]{0} parameter(0)\n'
+    '  ROOT %r = f32[8]{0} all-reduce(%y), replica_groups=[4,2]<=[8]\n}\n\n'
+  )
+  entry = 'ENTRY %main (x: f32[4,8]) -> f32[8,8] {\n' + ''.join(
+    f'  %f{i} = f32[8,8]{{1,0}} fusion(%x), calls=%{name}\n'
+    for i, name in enumerate(
+      ('fused_computation.5', 'async_collective_fusion.2',
+       'all-reduce-scatter.1')
+    )
+  )  # fmt: skip
+  text = fusion.replace('async_collective_fusion.N', 'fused_computation.5')
+  text += fusion.replace('.N', '.2')
+  gather, reduce = hlo.collectives(text + scatter + entry + '}\n', 8)
+  assert (gather.kind, gather.runs, gather.hidden) == ('all-gather', 1, True)
+  assert (reduce.kind, reduce.hidden) == ('reduce-scatter', False)
+  assert reduce.moved == 8 * 4 / 2
+
+
 def test_what_nothing_is_computed_during_is_not_hidden():
   text = _TEXT.replace('GROUPS', 'replica_groups={}').replace('TRIPS', '')
   lines = text.splitlines()

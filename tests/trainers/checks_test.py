@@ -154,6 +154,7 @@ def test_critic_of_another_kind(tmp_path, fields, message):
   'trainer, changes, message',
   [
     ('sft', {'model.head_chunk': 0}, 'head_chunk=0 must be 1 or more tokens'),
+    ('sft', {'memory_limit_bytes': -1}, 'memory_limit_bytes=-1 must be 0 '),
     (
       'sft',
       {'model.remat': 'full'},

@@ -18,6 +18,7 @@ from rlhf_jax.models import heads
 from rlhf_jax.models import spec
 from rlhf_jax.sharding import multihost
 from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import update
 
@@ -58,8 +59,8 @@ def _split(rollout, count=3, *, seed=1, step=0, **changes):
     share_prefix=False,
   )
   prompts = int(rollout.group.max()) + 1
-  home, _ = experience_lib.assign(prompts, count, 1, seed=seed, step=step)
-  return experience_lib.split(rollout, home, count, **(options | changes))
+  home, _ = packed.assign(prompts, count, 1, seed=seed, step=step)
+  return packed.split(rollout, home, count, **(options | changes))
 
 
 # ---- Which sequences form a mini-batch --------------------------------------
@@ -118,13 +119,13 @@ def test_rejected_sequences_are_in_no_mini_batch():
 
 
 def test_order_of_updates_is_shuffled_in_every_epoch():
-  order = experience_lib.update_order(8, 3, seed=0, step=7)
+  order = packed.update_order(8, 3, seed=0, step=7)
   epochs = [order[:8], order[8:16], order[16:]]
   assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
   assert len({tuple(epoch) for epoch in epochs}) == 3
-  assert order == experience_lib.update_order(8, 3, seed=0, step=7)
-  assert order != experience_lib.update_order(8, 3, seed=0, step=8)
-  assert experience_lib.update_order(0, 2, seed=0, step=0) == []
+  assert order == packed.update_order(8, 3, seed=0, step=7)
+  assert order != packed.update_order(8, 3, seed=0, step=8)
+  assert packed.update_order(0, 2, seed=0, step=0) == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def scored():
     params = spec.init(state_lib.specs_of(_CONFIG, role), jax.random.key(0))
     if role == 'critic':
       params['value_head'] = jnp.linspace(-1, 1, 16)[:, None]
-    return params, experience_lib.run_score(
+    return params, packed.run_score(
       program,
       params,
       _split(rollout, **changes),
@@ -384,7 +385,7 @@ def test_a_step_of_rejected_sequences_is_all_zero():
     )
     assert np.isfinite(list(values.values())).all()
     assert values['training/sequences_used'] == 0
-  assert metrics.compute({'padding': experience_lib.padding([])}) == {}
+  assert metrics.compute({'padding': packed.padding([])}) == {}
 
 
 # ---- The rows of an update --------------------------------------------------
@@ -423,12 +424,12 @@ def test_token_batch_weights_come_from_the_final_mask():
     ('seq-mean-token-mean', 1.0),
     ('token-sum', left.sum()),
   ):
-    result = experience_lib.token_batch(experience, batch, mode, scale=None)
+    result = packed.token_batch(experience, batch, mode, scale=None)
     np.testing.assert_allclose(result.weights.sum(), total, rtol=1e-6)
     np.testing.assert_array_equal(result.weights > 0, result.rows.mask)
   assert result.rows.mask.sum() == left.sum() < batch.rows.mask.sum()
   # seq-mean-token-mean: 1 / (n_i s) with the sequences that have a token.
-  result = experience_lib.token_batch(
+  result = packed.token_batch(
     experience, batch, 'seq-mean-token-mean', scale=None
   )
   weights = packing.unpack(result.weights, batch.pack_map)
@@ -443,9 +444,7 @@ def test_token_batch_puts_every_number_at_its_action(share_prefix):
   rollout = _rollout()
   experience = _experience(rollout)
   batch = _split(rollout, share_prefix=share_prefix)[2]
-  result = experience_lib.token_batch(
-    experience, batch, 'token-mean', scale=None
-  )
+  result = packed.token_batch(experience, batch, 'token-mean', scale=None)
   mask = rollout.mask[batch.members]
   for name, source in (
     ('old_logprobs', experience.old_logprobs),
@@ -462,7 +461,7 @@ def test_token_batch_puts_every_number_at_its_action(share_prefix):
 
 def test_slices_are_micro_batches_of_the_whole():
   batch = _split(_rollout())[0]
-  parts = list(experience_lib.slices(batch.rows, 2, multihost.alone()))
+  parts = list(packed.slices(batch.rows, 2, multihost.alone()))
   assert len(parts) == batch.rows.tokens.shape[0] // 2 > 1
   np.testing.assert_array_equal(
     np.concatenate([part.tokens for part in parts]), batch.rows.tokens
@@ -512,7 +511,7 @@ def test_exact_divergence_of_packed_rows(scored):
   )
   policy, reference = of(0), of(1)
   run = functools.partial(
-    experience_lib.run_score,
+    packed.run_score,
     batches=_split(rollout),
     rollout=rollout,
     rows_per_microbatch=2,

@@ -25,7 +25,7 @@ from rlhf_jax.models import spec
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
-from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import update
 
@@ -90,7 +90,7 @@ def _states(rows):
 def _minibatch(rollout, *, alone=False, shared=False):
   """Packed into 8 rows of 16; `alone`, one sequence per row."""
   if not alone:
-    (minibatch,) = experience_lib.split(
+    (minibatch,) = packed.split(
         rollout, np.zeros(len(rollout.lengths), int), 1,
         islands=multihost.islands(_mesh(1)), tokens_per_row=_LENGTH,
         rows_per_microbatch=_ROWS, share_prefix=shared,
@@ -114,7 +114,7 @@ def _minibatch(rollout, *, alone=False, shared=False):
     prefix_length=0,
   )
   members = np.arange(8)
-  return experience_lib.MiniBatch(members, plan, packing.rows(rollout, plan))
+  return packed.MiniBatch(members, plan, packing.rows(rollout, plan))
 
 
 @functools.cache
@@ -144,7 +144,7 @@ def _case(case):
     )
     with jax.enable_x64(True):
       alone = _minibatch(rollout, alone=True)
-      now, _ = experience_lib.run_score(
+      now, _ = packed.run_score(
           jax.jit(_score), _params(), [alone], rollout,
           rows_per_microbatch=_ROWS, islands=multihost.islands(_mesh(1)),
       )  # fmt: skip
@@ -175,7 +175,7 @@ def _batch(case, mode, width=_WIDTH, **layout) -> types.TokenBatch:
   experience, logprobs = _case(case)[0](width)
   minibatch = _minibatch(experience.rollout, **layout)
   scale = 6.0 if mode == 'seq-mean-token-sum-norm' else None
-  batch = experience_lib.token_batch(experience, minibatch, mode, scale=scale)
+  batch = packed.token_batch(experience, minibatch, mode, scale=scale)
   name = case.split()[0]
   if name in policy_losses.SELECTIONS:
     key = [_KEY] if name == 'clip_cov' else []

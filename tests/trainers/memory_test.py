@@ -24,8 +24,8 @@ from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
 from rlhf_jax.trainers import checks
-from rlhf_jax.trainers import experience
 from rlhf_jax.trainers import memory
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import state as state_lib
@@ -119,7 +119,7 @@ def test_offloading_changes_no_number(mesh, host):
       assert _kinds(state.params) == {'device'}
       state, statistics = update.update(
         state,
-        experience.slices(_batch(), 8, _islands(mesh)),
+        packed.slices(_batch(), 8, _islands(mesh)),
         _COEFS,
         programs=programs,
         prefix='actor',
@@ -231,7 +231,7 @@ def test_gradients_may_be_added_in_bfloat16(mesh):
     programs = _programs(mesh, gradient_dtype=dtype)
     state = _state(mesh)
     grads = programs['zeros'](state.params)
-    for part in experience.slices(_batch(), 4, _islands(mesh)):
+    for part in packed.slices(_batch(), 4, _islands(mesh)):
       grads, _ = programs['accumulate'](state.params, grads, part, _COEFS)
     assert {x.dtype for x in jax.tree.leaves(grads)} == {
       jnp.dtype(dtype or jnp.float32)
@@ -306,7 +306,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(mesh, tmp_path):
   programs = _programs(mesh)
   expected, statistics = update.update(
     _state(mesh),
-    experience.slices(_batch(), 4, _islands(mesh)),
+    packed.slices(_batch(), 4, _islands(mesh)),
     _COEFS,
     programs=programs,
     prefix='actor',

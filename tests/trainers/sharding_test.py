@@ -24,8 +24,8 @@ from rlhf_jax.monitor import writers
 from rlhf_jax.sampling import decode
 from rlhf_jax.sampling import pick
 from rlhf_jax.sharding import rules
-from rlhf_jax.trainers import experience as experience_lib
 from rlhf_jax.trainers import measure
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers import rollout as rollout_lib
 from rlhf_jax.trainers import run as run_lib
@@ -128,9 +128,7 @@ def _live(sizes, folder):
     record(rollout_lib, 'sample', sampled)
     record(roles, 'programs', made)
     record(measure, 'programs', lambda made, *_: vars(seen).update(passes=made))
-    record(
-      experience_lib, 'token_batch', lambda made, *_: seen.batches.append(made)
-    )
+    record(packed, 'token_batch', lambda made, *_: seen.batches.append(made))
     config = _config(dict(sizes))
     workdir = folder / '-'.join(f'{k}{v}' for k, v in sizes)
     assert launch.train(config, str(workdir)) == 0
@@ -155,7 +153,7 @@ def _recorded(sizes, folder):
   scores, grads = [], programs['zeros'](state.params)
   statistics = {}
   for batch in batches:
-    (part,) = experience_lib.slices(batch, _ROWS, live.setup.islands)
+    (part,) = packed.slices(batch, _ROWS, live.setup.islands)
     scores.append(live.passes['actor'](state.params, rows=part.rows).logprobs)
     grads, new = programs['accumulate'](state.params, grads, part, _COEFS)
     statistics = metrics.merge(statistics, new)
@@ -163,7 +161,7 @@ def _recorded(sizes, folder):
   for batch in (*batches, batches[0]):
     state, _ = update.update(
       state,
-      experience_lib.slices(batch, _ROWS, live.setup.islands),
+      packed.slices(batch, _ROWS, live.setup.islands),
       _COEFS,
       programs=programs,
       prefix='actor',
@@ -233,7 +231,7 @@ def test_what_crosses_devices(sizes, folder):
   live = _live(_key(sizes), folder)
   mesh, programs = live.setup.mesh, live.programs
   one = _live(_key(_ONE), folder)
-  (part,) = experience_lib.slices(jax.device_get(one.batches[0]), _ROWS, mesh)
+  (part,) = packed.slices(jax.device_get(one.batches[0]), _ROWS, mesh)
   params = jax.device_put(one.start, rules.params(mesh, live.learner.specs))
   args = params, programs['zeros'](params), part, _COEFS
   text = programs['accumulate'].lower(*args).compile().as_text()

@@ -19,7 +19,7 @@ from rlhf_jax.models import spec
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
 from rlhf_jax.sharding import rules
-from rlhf_jax.trainers import experience as experience_lib
+from rlhf_jax.trainers import packed
 from rlhf_jax.trainers import state as state_lib
 from rlhf_jax.trainers import update
 
@@ -77,7 +77,7 @@ def _experience(rollout, logprobs, values, dtype) -> types.Experience:
 def _batch(
   experience, *, tokens_per_row=16, rows_multiple=8, share_prefix=False
 ) -> types.TokenBatch:
-  (minibatch,) = experience_lib.split(
+  (minibatch,) = packed.split(
     experience.rollout,
     np.zeros(len(experience.scores), int),
     1,
@@ -86,9 +86,7 @@ def _batch(
     rows_per_microbatch=rows_multiple,
     share_prefix=share_prefix,
   )
-  return experience_lib.token_batch(
-    experience, minibatch, 'token-mean', scale=None
-  )
+  return packed.token_batch(experience, minibatch, 'token-mean', scale=None)
 
 
 def _losses(dtype):
@@ -146,7 +144,7 @@ def _gradient(programs, params, batch, rows, mesh):
   grads = programs['zeros'](params)
   coefs = {name: np.float32(value) for name, value in _COEFS.items()}
   statistics = {}
-  for part in experience_lib.slices(batch, rows, multihost.islands(mesh)):
+  for part in packed.slices(batch, rows, multihost.islands(mesh)):
     grads, new = programs['accumulate'](params, grads, part, coefs)
     statistics = metrics.merge(statistics, new)
   return jax.device_get(grads), metrics.compute(statistics)
@@ -492,7 +490,7 @@ def _state(params, mesh, role='actor'):
 
 def _scored(score, params, rollout, mesh):
   """What the trainer's forward pass says of a rollout, [N, T]."""
-  minibatches = experience_lib.split(
+  minibatches = packed.split(
     rollout,
     np.zeros(len(rollout.lengths), int),
     1,
@@ -501,7 +499,7 @@ def _scored(score, params, rollout, mesh):
     rows_per_microbatch=8,
     share_prefix=False,
   )
-  scores, _ = experience_lib.run_score(
+  scores, _ = packed.run_score(
     score,
     params,
     minibatches,
@@ -535,7 +533,7 @@ def test_first_update_is_on_policy(single, one_device):
   )
   state, statistics = update.update(
     _state(params, one_device),
-    experience_lib.slices(_batch(experience), 4, multihost.islands(one_device)),
+    packed.slices(_batch(experience), 4, multihost.islands(one_device)),
     _COEFS,
     programs=programs,
     prefix='actor',
@@ -582,7 +580,7 @@ def test_update_without_finite_gradient_is_skipped(single, one_device, bad):
   before = jax.device_get((state.params, state.opt_state))
   state, statistics = update.update(
     state,
-    experience_lib.slices(
+    packed.slices(
       batch.replace(advantages=advantages), 4, multihost.islands(one_device)
     ),
     _COEFS,
@@ -633,7 +631,7 @@ def _three_updates(role, mesh, experience, score):
   for _ in range(3):
     state, _ = update.update(
       state,
-      experience_lib.slices(batch, 8, multihost.islands(mesh)),
+      packed.slices(batch, 8, multihost.islands(mesh)),
       _COEFS,
       programs=programs,
       prefix=role,

@@ -48,11 +48,12 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-  """Compiled programs by name, and the seconds that each took."""
+  """Compiled programs by name, and what compiling each of them took."""
 
   plan: programs_lib.Plan
   compiled: dict[str, jax.stages.Compiled]
   seconds: dict[str, float]
+  cpu_seconds: dict[str, float]  # of all threads of this process
 
 
 def compile_all(
@@ -70,11 +71,11 @@ def compile_all(
   Raises:
     DoesNotFit: the compiler says so.
   """
-  compiled, seconds = dict(done or {}), {}
+  compiled, seconds, cpu_seconds = dict(done or {}), {}, {}
   for program in plan.programs:
     if program.name in compiled:
       continue
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     lowered = program.lower(compiled)
     try:
       compiled[program.name] = lowered.compile()
@@ -86,8 +87,9 @@ def compile_all(
         f'{program.name} does not fit a device by itself: {error}'
       ) from error
     seconds[program.name] = time.perf_counter() - began
+    cpu_seconds[program.name] = time.process_time() - cpu_began
     note(f'{program.name} compiled in {seconds[program.name]:.1f} s')
-  return Compilation(plan, compiled, seconds)
+  return Compilation(plan, compiled, seconds, cpu_seconds)
 
 
 def phases(done: Compilation) -> list[Phase]:
@@ -100,7 +102,8 @@ def phases(done: Compilation) -> list[Phase]:
     if not own:
       continue
     extra = plan.in_phase.get(name, lambda _: {})(compiled)
-    held = resident | {kind: on_device(x) for kind, x in extra.items()}
+    held = {} if name in plan.apart else resident
+    held = held | {kind: on_device(x) for kind, x in extra.items()}
     worst = max(own, key=lambda program: _passing(program, compiled)[0])
     passing, temporaries = _passing(worst, compiled)
     found.append(Phase(name, held, passing, temporaries, worst.name))
@@ -110,10 +113,8 @@ def phases(done: Compilation) -> list[Phase]:
 def _passing(program, compiled) -> tuple[int, int]:
   """Bytes that exist for one call of a program, and temporaries of these."""
   stats = compiled[program.name].memory_analysis()
-  arguments, keywords = program.arguments(compiled)
-  arguments = dict(enumerate(arguments)) | keywords
   size = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-  size += sum(on_device(arguments[place]) for place in program.passing)
+  size += on_device(program.passing(compiled))
   if program.result_passes:
     size += stats.output_size_in_bytes - stats.alias_size_in_bytes
   return size, stats.temp_size_in_bytes
@@ -174,6 +175,12 @@ def ahead(
   elif config.training.tokens_per_microbatch == arithmetic.AUTO:
     setup, done = largest_that_fits(setup, parts, most)
   else:
+    # After an attempt that ran out of memory it is smaller than the config's.
+    known = workdir.allowed_microbatch(run.workdir, setup.name)
+    if known:
+      groups = mesh_lib.data_groups(setup.mesh)
+      own = setup.numbers.tokens_per_microbatch // groups
+      setup = with_microbatch(setup, min(own, known['tokens_per_microbatch']))
     done = compile_all(programs_lib.of_stage(setup, parts))
   found = phases(done)
   check(setup, found, most)
@@ -340,15 +347,15 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
       'gathers reach over more devices',
     ),
     (
-      update and config.model.remat == 'none',
+      update and config.model.remat in (False, 'none'),
       worst.temporaries / 2,
-      'model.remat=block',
+      'model.remat=' + ('True' if config.model.remat is False else "'block'"),
       'one more forward pass in the updates',
     ),
     (
-      known.get('actor.optimizer.moments_dtype') == 'float32',
+      known.get('optimizer.moments_dtype') == 'float32',
       of('optimizer') / 2,
-      'actor.optimizer.moments_dtype=bfloat16',
+      'optimizer.moments_dtype=bfloat16',
       'rounded moments',
     ),
     (

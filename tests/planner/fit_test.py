@@ -13,7 +13,7 @@ import pytest
 from configs import ppo_scaling
 from launch import train
 from rlhf_jax.models import spec
-from rlhf_jax.planner import memory
+from rlhf_jax.planner import fit
 from rlhf_jax.planner import programs as programs_lib
 from rlhf_jax.trainers import ppo
 from rlhf_jax.trainers import setup as setup_lib
@@ -41,12 +41,12 @@ def supervised():
   """A supervised stage on eight devices, compiled."""
   setup = _setup(_SFT, **{'mesh.devices': 8})
   parts = sft.parts(setup)
-  return setup, memory.compile_all(programs_lib.of_stage(setup, parts))
+  return setup, fit.compile_all(programs_lib.of_stage(setup, parts))
 
 
 def test_what_stays_is_what_the_weight_table_says(supervised):
   setup, done = supervised
-  (phase,) = memory.phases(done)
+  (phase,) = fit.phases(done)
   table = state_lib.specs_of(setup.model, 'actor')
   # What has a width of 32 is split over fsdp=8; only norms' scalars are not.
   parameters = spec.count(table) * 4 // 8
@@ -74,7 +74,7 @@ def test_the_largest_microbatch_that_fits(monkeypatch):
       'training.sequences_per_minibatch': 16,
     },
   )
-  parts, known, original = sft.parts(setup), {}, memory.compile_all
+  parts, known, original = sft.parts(setup), {}, fit.compile_all
 
   def compile_once(plan, done=None, note=None):
     rows = plan.programs[1].calls  # micro-batches of a mini-batch
@@ -82,26 +82,26 @@ def test_the_largest_microbatch_that_fits(monkeypatch):
       known[rows] = original(plan, done)
     return known[rows]
 
-  monkeypatch.setattr(memory, 'compile_all', compile_once)
+  monkeypatch.setattr(fit, 'compile_all', compile_once)
 
   def peak(rows):
-    one = memory.with_microbatch(setup, rows * 64)
-    done = memory.compile_all(programs_lib.of_stage(one, parts))
-    return max(phase.peak for phase in memory.phases(done))
+    one = fit.with_microbatch(setup, rows * 64)
+    done = fit.compile_all(programs_lib.of_stage(one, parts))
+    return max(phase.peak for phase in fit.phases(done))
 
   most = (peak(4) + peak(8)) // 2
-  chosen, done = memory.largest_that_fits(setup, parts, most)
+  chosen, done = fit.largest_that_fits(setup, parts, most)
   assert chosen.numbers.rows_per_microbatch == 4
   assert chosen.numbers.tokens_per_microbatch == 4 * 64
-  assert max(x.peak for x in memory.phases(done)) == peak(4) <= most < peak(8)
+  assert max(x.peak for x in fit.phases(done)) == peak(4) <= most < peak(8)
   # With room for anything it stops at what a mini-batch holds: 16 sequences of
   # at most 40 tokens, each in a row of 64.
-  chosen, _ = memory.largest_that_fits(setup, parts, 10**12)
+  chosen, _ = fit.largest_that_fits(setup, parts, 10**12)
   assert chosen.numbers.rows_per_microbatch == 16
-  with pytest.raises(memory.DoesNotFit, match='does not fit'):
-    memory.largest_that_fits(setup, parts, peak(1) // 100)
+  with pytest.raises(fit.DoesNotFit, match='does not fit'):
+    fit.largest_that_fits(setup, parts, peak(1) // 100)
   with pytest.raises(ValueError, match='set memory_limit_bytes, or a number'):
-    memory.largest_that_fits(setup, parts, None)
+    fit.largest_that_fits(setup, parts, None)
 
 
 def test_refuses_with_numbers_and_three_remedies():
@@ -111,14 +111,14 @@ def test_refuses_with_numbers_and_three_remedies():
     'actor optimizer': 4 * 2**30,
     'reference': 2**30,
   }
-  small = memory.Phase('gen', held, 0, 0, 'advance')
-  worst = memory.Phase(
+  small = fit.Phase('gen', held, 0, 0, 'advance')
+  worst = fit.Phase(
     'update_actor', held, 3 * 2**30, 2 * 2**30, 'actor/accumulate'
   )
-  memory.check(setup, [small, worst], 10 * 2**30)  # just fits
-  memory.check(setup, [small, worst], None)  # no limit
-  with pytest.raises(memory.DoesNotFit) as error:
-    memory.check(setup, [small, worst], 10 * 2**30 - 1)
+  fit.check(setup, [small, worst], 10 * 2**30)  # just fits
+  fit.check(setup, [small, worst], None)  # no limit
+  with pytest.raises(fit.DoesNotFit) as error:
+    fit.check(setup, [small, worst], 10 * 2**30 - 1)
   text = str(error.value)
   for part in (
     "stage 'ppo' does not fit: phase 'update_actor' needs 10,737,418,240 bytes",
@@ -130,8 +130,8 @@ def test_refuses_with_numbers_and_three_remedies():
   ):
     assert part in text, text
   assert text.count('\n  - ') == 3
-  cache = memory.Phase('gen', held | {'cache': 8 * 2**30}, 0, 0, 'advance')
-  assert memory.remedies(setup, cache)[0].startswith(
+  cache = fit.Phase('gen', held | {'cache': 8 * 2**30}, 0, 0, 'advance')
+  assert fit.remedies(setup, cache)[0].startswith(
     'rollout.slots=8: about 4.00 GiB less'
   )
 
@@ -143,12 +143,12 @@ def test_limit():
   mesh = lambda *devices: py_types.SimpleNamespace(devices=np.array(devices))
   config = ConfigDict(dict(memory_limit_bytes=0))
   has = lambda n: device({'bytes_limit': n})
-  assert memory.limit(config, mesh(has(7), has(5))) == 5
+  assert fit.limit(config, mesh(has(7), has(5))) == 5
   # Those of other processes cannot be asked; a CPU says nothing.
-  assert memory.limit(config, mesh(has(7), device(None, process=1))) == 7
-  assert memory.limit(config, mesh(device(None))) is None
+  assert fit.limit(config, mesh(has(7), device(None, process=1))) == 7
+  assert fit.limit(config, mesh(device(None))) is None
   config.memory_limit_bytes = 3
-  assert memory.limit(config, mesh(has(7))) == 3
+  assert fit.limit(config, mesh(has(7))) == 3
 
 
 class _Compiled(logging.Handler):
@@ -166,7 +166,7 @@ class _Compiled(logging.Handler):
 
 
 def test_a_run_finds_what_was_compiled_ahead(tmp_path, monkeypatch):
-  compiled, marks, original = _Compiled(), [], memory.ahead
+  compiled, marks, original = _Compiled(), [], fit.ahead
 
   def ahead(setup, run, parts):
     before = len(compiled.names)
@@ -174,7 +174,7 @@ def test_a_run_finds_what_was_compiled_ahead(tmp_path, monkeypatch):
     marks.append((before, len(compiled.names), result))
     return result
 
-  monkeypatch.setattr(memory, 'ahead', ahead)
+  monkeypatch.setattr(fit, 'ahead', ahead)
   config = _config(
     **{
       'model.architecture.num_layers': 1,
@@ -218,10 +218,10 @@ def test_a_resumed_stage_keeps_its_microbatch(monkeypatch):
     console=py_types.SimpleNamespace(note=print),
     writer=py_types.SimpleNamespace(event=lambda *_, **__: None),
   )
-  done = memory.Compilation(programs_lib.Plan([], {}, {}), {}, {})
-  phase = memory.Phase('gen', {}, 900, 0, 'advance')
-  monkeypatch.setattr(memory, 'compile_all', lambda plan: done)
-  monkeypatch.setattr(memory, 'phases', lambda done: [phase])
-  resumed = memory.ahead(setup, run, ppo.parts(setup))
+  done = fit.Compilation(programs_lib.Plan([], {}, {}), {}, {}, {})
+  phase = fit.Phase('gen', {}, 900, 0, 'advance')
+  monkeypatch.setattr(fit, 'compile_all', lambda plan: done)
+  monkeypatch.setattr(fit, 'phases', lambda done: [phase])
+  resumed = fit.ahead(setup, run, ppo.parts(setup))
   assert resumed.numbers.tokens_per_microbatch == 128
   assert resumed.numbers.rows_per_microbatch == 2
