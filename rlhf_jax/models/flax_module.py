@@ -27,7 +27,7 @@ class DecoderModule(nn.Module):
 
   config: config_lib.ModelConfig
   head: str = 'policy'
-  remat: bool = False
+  remat: str = 'none'
   dtype: Any = jnp.float32
 
   @nn.compact

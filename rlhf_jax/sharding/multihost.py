@@ -282,6 +282,12 @@ def largest(here: Islands, values: Any) -> np.ndarray:
 def _allgather(value: Any) -> list[Any]:
   """Objects of all processes; pickled, for they are our own."""
   data = np.frombuffer(pickle.dumps(value), np.uint8)
+  if len(data) >= 2**31:
+    raise ValueError(
+      f'{len(data):,} bytes to send to all processes at once, 2 GiB is the'
+      ' limit: use fewer sequences per step, or an algorithm that does not look'
+      ' at the whole step (filtration, clip_cov and kl_cov do)'
+    )
   sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32))
   most = int(sizes.max())
   padded = np.pad(data, (0, most - len(data)))

@@ -273,8 +273,10 @@ def update(
       whole, and smaller micro-batches give the same update.
     StateLost: out of memory later.
   """
-  number = lambda x: np.float32(x) if np.ndim(x) == 0 else x
-  coefs = jax.tree.map(number, coefs)
+  # What is on the devices stays there: it would ask for another program.
+  coefs = jax.tree.map(
+    lambda x: x if isinstance(x, jax.Array) else np.float32(x), coefs
+  )
   grads = programs['zeros'](state.params)
   statistics = {}
   for batch in batches:

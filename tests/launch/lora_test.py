@@ -18,6 +18,7 @@ import pytest
 from launch import sample as sample_launch
 from launch import train as launch
 from rlhf_jax import checkpoint
+from rlhf_jax import metrics
 from rlhf_jax import testing
 from rlhf_jax import tree
 from rlhf_jax.models import config as model_config
@@ -32,6 +33,7 @@ from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import state as state_lib
+from rlhf_jax.trainers import update
 from rlhf_jax.trainers import workdir as workdir_lib
 
 _RANK, _STEPS = 3, 4
@@ -310,6 +312,23 @@ def test_the_critic_begins_as_the_merged_policy(model):
   assert not np.any(critic.pop('value_head'))
   for name, weight in tree.flatten(critic).items():
     testing.assert_close(weight, tree.flatten(policy)[name], 'layout_float32')
+
+
+def test_the_scale_stays_on_the_devices():
+  """As a number of the host it would ask for a program of its own."""
+  seen = []
+  scale = jax.numpy.float32(2)
+  programs = dict(
+    zeros=lambda params: params,
+    accumulate=lambda params, grads, batch, coefs: (seen.append(coefs), {}),
+    apply=lambda state, grads: (state, {'skipped': metrics.sum(0)}),
+  )
+  state = state_lib.TrainState({}, {}, 0, 0)
+  coefs = {'entropy': 0.5, 'frozen': {lora.SCALE: scale}}
+  update.update(state, [None], coefs, programs=programs, prefix='actor')
+  (coefs,) = seen
+  assert coefs['frozen'][lora.SCALE] is scale
+  assert type(coefs['entropy']) is np.float32
 
 
 def test_a_mesh_trains_the_same(model, tmp_path):
