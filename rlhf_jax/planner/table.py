@@ -143,8 +143,8 @@ def verdict(setup, found, costs, step, most) -> list[str]:
     out = [f'Verdict: no limit to compare with; {worst.name} needs the most']
   elif worst.peak > most:
     out = [
-      f'Verdict: DOES NOT FIT: {worst.name} needs {compilation.text(worst.peak)} of'
-      f' {compilation.text(most)}'
+      f'Verdict: DOES NOT FIT: {worst.name} needs'
+      f' {compilation.text(worst.peak)} of {compilation.text(most)}'
     ]
     out += [f'  - {text}' for text in fit.remedies(setup, worst)[:3]]
   else:
