@@ -195,12 +195,24 @@ def check(
     f'  It holds {kinds}, and {text(worst.passing)} for {worst.program}.',
     '  What would help, cheapest first:',
   ]
-  lines += [f'  - {text}' for text in remedies(setup, worst)[:3]]
+  lines += [f'  - {text}' for text in remedies(setup, worst, most)[:3]]
   raise compilation.DoesNotFit('\n'.join(lines))
 
 
-def remedies(setup: setup_lib.Setup, worst: compilation.Phase) -> list[str]:
-  """Changes of the config that make a phase smaller, cheapest first."""
+def remedies(
+  setup: setup_lib.Setup, worst: compilation.Phase, most: int
+) -> list[str]:
+  """Changes of the config that make a phase smaller.
+
+  First those that are enough by themselves, the cheapest first; then the
+  others, by how much they save.
+
+  Args:
+    setup: of the stage.
+    worst: a phase that needs too much.
+    most: bytes of a device.
+  """
+  lacks = worst.peak - most
   text = compilation.text
   config, shape = setup.config, setup.mesh.shape
   groups = mesh_lib.data_groups(setup.mesh)
@@ -213,6 +225,11 @@ def remedies(setup: setup_lib.Setup, worst: compilation.Phase) -> list[str]:
   update, rollout = worst.name.startswith('update_'), worst.name == 'gen'
   slots = config.rollout.slots // 2
   moments = config.actor.optimizer.moments_dtype
+  # The least factor that is enough, of those that divide the heads.
+  more = next(
+    (n for n in (2, 4, 8) if of('rollout weights') * (1 - 1 / n) >= lacks), 8
+  )
+  more = min(more, setup.model.num_kv_heads // shape['tensor'])
   choices = [
     # applies, bytes that it saves about, what to set, what it costs
     (
@@ -258,9 +275,9 @@ def remedies(setup: setup_lib.Setup, worst: compilation.Phase) -> list[str]:
       'rounded moments',
     ),
     (
-      rollout and shape['tensor'] < setup.model.num_kv_heads,
-      of('rollout weights') / 2,
-      f'mesh.tensor={shape["tensor"] * 2}',
+      rollout and more > 1,
+      of('rollout weights') * (1 - 1 / max(more, 1)),
+      f'mesh.tensor={shape["tensor"] * more}',
       'reductions in every layer',
     ),
     (
@@ -277,10 +294,12 @@ def remedies(setup: setup_lib.Setup, worst: compilation.Phase) -> list[str]:
       'devices',
     ),
   ]
+  choices = [choice[1:] for choice in choices if choice[0] and choice[1] > 0]
+  # Those that are enough stay in their order.
+  choices.sort(key=lambda x: 0 if x[0] >= lacks else 1 / x[0])
   return [
     f'{what}: about {text(saves)} less; costs {costs}'
-    for applies, saves, what, costs in choices
-    if applies and saves > 0
+    for saves, what, costs in choices
   ]
 
 

@@ -146,7 +146,7 @@ def verdict(setup, found, costs, step, most) -> list[str]:
       f'Verdict: DOES NOT FIT: {worst.name} needs'
       f' {compilation.text(worst.peak)} of {compilation.text(most)}'
     ]
-    out += [f'  - {text}' for text in fit.remedies(setup, worst)[:3]]
+    out += [f'  - {text}' for text in fit.remedies(setup, worst, most)[:3]]
   else:
     out = [
       f'Verdict: fits; {worst.name} needs the most,'
