@@ -76,15 +76,16 @@ SHAPES = {
 }
 
 
-def get_config(arg: str = 'qwen2-7b') -> ConfigDict:
-  """`arg` is a key of SHAPES."""
+def get_config(arg: str = '') -> ConfigDict:
+  """`arg` is a key of SHAPES; '' is 'qwen2-7b'."""
+  arg = arg or 'qwen2-7b'
   if arg not in SHAPES:
     raise ValueError(
       f'configs/ppo_scaling.py: unknown variant {arg!r}, one of'
       f' {sorted(SHAPES)}'
     )
   config = base.get_config()
-  config.name = f'ppo_scaling_{arg}'
+  config.name = 'ppo_scaling'
   config.tokenizer = 'bytes'
   config.model.architecture = ConfigDict(SHAPES[arg])
   config.data.train = ConfigDict(
@@ -107,6 +108,12 @@ def get_config(arg: str = 'qwen2-7b') -> ConfigDict:
   config.training.tokens_per_microbatch = 4096
   config.algorithm.lam = 0.95
   config.algorithm.kl_loss.coef = 0.001
+  if arg == 'llama3-70b':
+    # A data group is a whole node (mesh.tensor=8): its micro-batch must be
+    # large to be worth the gathers, and only recomputation leaves room for it.
+    config.model.remat = 'block'
+    config.training.tokens_per_microbatch = 16384
+    config.rollout.slots = 64
   if arg == 'tiny':
     config.steps = 2
     config.data.train.args.size = 64

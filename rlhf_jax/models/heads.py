@@ -155,24 +155,22 @@ def token_scores(
     return scores(weights, places)
   # Each device goes through its own places: none of them crosses devices, and
   # the gradient of the head does once, and not after every chunk.
-  stored = [
-    rules.manual(mesh, {axis: 'embed'}, weight.shape) for weight, axis in heads
-  ]
   # So wide that the gradient is summed over devices in at least float32.  (On
   # the CPU XLA ends the process over such a sum in bfloat16.)
   wide = jnp.promote_types(states.dtype, jnp.float32)
-  weights = [weight.astype(wide) for weight in weights]
-
-  def local(weights, places):
-    whole = [
-      rules.gather_manual(weight, spec, states.dtype)
-      for weight, spec in zip(weights, stored)
-    ]
-    return scores(whole, places)
-
-  return rules.on_places(
-    local, mesh, targets.shape, in_specs=(stored, None), out_specs=None
-  )(weights, places)
+  names = ('embed', 'vocab'), ('vocab', 'embed')
+  weights = [
+    rules.copies(weight.astype(wide), names[axis], mesh, states.dtype)
+    for weight, axis in heads
+  ]
+  run = rules.on_places(
+    lambda weights, places: scores([weight[0] for weight in weights], places),
+    mesh,
+    targets.shape,
+    in_specs=(rules.every_part(), None),
+    out_specs=None,
+  )
+  return run(weights, places)
 
 
 def _scores(

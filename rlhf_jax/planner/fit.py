@@ -175,13 +175,7 @@ def ahead(
   elif config.training.tokens_per_microbatch == arithmetic.AUTO:
     setup, done = largest_that_fits(setup, parts, most)
   else:
-    # After an attempt that ran out of memory it is smaller than the config's.
-    known = workdir.allowed_microbatch(run.workdir, setup.name)
-    if known:
-      groups = mesh_lib.data_groups(setup.mesh)
-      own = setup.numbers.tokens_per_microbatch // groups
-      setup = with_microbatch(setup, min(own, known['tokens_per_microbatch']))
-    done = compile_all(programs_lib.of_stage(setup, parts))
+    done = compile_all(programs_lib.of_stage(_heed(setup, run), parts))
   found = phases(done)
   check(setup, found, most)
   seconds = time.perf_counter() - began
@@ -201,6 +195,15 @@ def ahead(
     peak_bytes={phase.name: phase.peak for phase in found},
   )
   return setup
+
+
+def _heed(setup: setup_lib.Setup, run: run_lib.Run) -> setup_lib.Setup:
+  """With what `Run.heed_memory` will lower the micro-batch to."""
+  known = workdir.allowed_microbatch(run.workdir, setup.name)
+  if known is None:
+    return setup
+  own = setup.numbers.tokens_per_microbatch // mesh_lib.data_groups(setup.mesh)
+  return with_microbatch(setup, min(own, known['tokens_per_microbatch']))
 
 
 def with_microbatch(setup: setup_lib.Setup, tokens: int) -> setup_lib.Setup:

@@ -167,10 +167,11 @@ def suggestions(setup, found, costs, step, most) -> list[str]:
   if step.seconds and accumulate.bound == 'network':
     nodes = {d.process_index for d in setup.mesh.devices.flat}
     node = setup.mesh.size // len(nodes)
-    if shape['fsdp'] * shape['tensor'] > node > 1 and len(nodes) > 1:
+    inside = node // shape['tensor']
+    if shape['fsdp'] > inside > 1 and len(nodes) > 1:
       out.append(
-        f'updates wait for the network: mesh.fsdp={node // shape["tensor"]}'
-        ' keeps the gathers inside of nodes, if that fits'
+        f'updates wait for the network: mesh.fsdp={inside} keeps the gathers'
+        ' inside of nodes, if that fits'
       )
     out.append(
       'updates wait for the network: a larger training.tokens_per_microbatch'

@@ -187,31 +187,60 @@ def manual(
   return sharding(mesh, names, shape).spec
 
 
-def gather_manual(
-  x: types.Array, spec: PartitionSpec, dtype: jnp.dtype
-) -> types.Array:
-  """Inside `on_places`: the whole of a weight that comes as `manual` says.
+def every_part() -> PartitionSpec:
+  """Of arrays with a part for each part of rows and places, see `copies`."""
+  return PartitionSpec((*TRAINING['rows'], *TRAINING['places']))
 
-  It travels in `dtype`, and its gradient back as x, summed into the parts once.
+
+def copies(
+  x: types.Array,
+  axes: tuple[str | None, ...],
+  mesh: jax.sharding.AbstractMesh,
+  dtype: jnp.dtype,
+) -> types.Array:
+  """A weight whole over `fsdp`, one for each part of rows and places: [n, ..].
+
+  Every device has one, for `on_places`.  It travels in `dtype`; its gradients
+  are summed in that of x, once, and each device gets what it stores.
+
+  Args:
+    x: weight.
+    axes: logical name of each dimension.
+    mesh: see `mesh_of`.
+    dtype: at most as wide as that of x.
   """
-  split = [(axis, names) for axis, names in enumerate(spec) if names]
+  stored = sharding(mesh, axes, x.shape).spec
+  gathered = [
+    (place, names)
+    for place, (name, names) in enumerate(zip(axes, stored))
+    if name == 'embed' and names
+  ]
 
   @jax.custom_vjp
   def whole(x):
     y = x.astype(dtype)
-    for axis, names in split:
-      y = jax.lax.all_gather(y, names, axis=axis, tiled=True)
-    return y.astype(x.dtype)
+    for place, names in gathered:
+      y = jax.lax.all_gather(y, names, axis=place, tiled=True)
+    return y.astype(x.dtype)[None]
 
   def backward(_, gradient):
-    for axis, names in split:
+    gradient = gradient[0]
+    for place, names in gathered:
       gradient = jax.lax.psum_scatter(
-        gradient, names, scatter_dimension=axis, tiled=True
+        gradient, names, scatter_dimension=place, tiled=True
       )
     return (gradient,)
 
   whole.defvjp(lambda x: (whole(x), None), backward)
-  return whole(x)
+  kept = [None if name == 'embed' else n for name, n in zip(axes, stored)]
+  # All axes by hand: XLA would gather over `tensor` too, and scatter that.
+  return jax.shard_map(
+    whole,
+    mesh=mesh,
+    in_specs=stored,
+    out_specs=PartitionSpec(*every_part(), *kept),
+    check_vma=False,
+  )(x)
 
 
 def check(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:

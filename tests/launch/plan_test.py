@@ -37,7 +37,7 @@ def test_plans_a_run_that_does_not_fit(tmp_path):
   )
   assert result.returncode == 2, result.stderr
   for part in (
-    'ppo_scaling_tiny, stage ppo, on cpu:4: 4 devices, mesh data=2 fsdp=2',
+    'ppo_scaling, stage ppo, on cpu:4: 4 devices, mesh data=2 fsdp=2',
     '16 sequences of 40 tokens a step, 2 updates, 64 tokens per micro-batch',
     'Verdict: DOES NOT FIT: ',
     '  - mesh.fsdp=4 mesh.data=1: about ',

@@ -419,6 +419,7 @@ def test_a_run_that_does_not_fit_is_one_with_smaller_micro_batches(
         raise error
       return built['apply'](state, grads)
 
+    apply.lower = built['apply'].lower  # it is compiled before the first step
     return built | {'apply': apply}
 
   def score_program(*args, **kwargs):
@@ -430,6 +431,7 @@ def test_a_run_that_does_not_fit_is_one_with_smaller_micro_batches(
         raise error
       return program(params, rows=rows, **inputs)
 
+    score.lower = program.lower
     return score
 
   with monkeypatch.context() as patch:
