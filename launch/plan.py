@@ -32,6 +32,7 @@ from absl import flags  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
+from rlhf_jax.planner import compilation  # noqa: E402
 from rlhf_jax.planner import estimate  # noqa: E402
 from rlhf_jax.planner import fit  # noqa: E402
 from rlhf_jax.planner import programs as programs_lib  # noqa: E402
@@ -89,8 +90,8 @@ def plan(
     setup, done = fit.largest_that_fits(setup, parts, most, _progress)
   else:
     plan_ = programs_lib.of_stage(setup, parts)
-    done = fit.compile_all(plan_, note=_progress)
-  found, costs = fit.phases(done), estimate.costs(done, asked.chip)
+    done = compilation.compile_all(plan_, note=_progress)
+  found, costs = compilation.phases(done), estimate.costs(done, asked.chip)
   numbers = setup.numbers
   tokens = numbers.sequences_per_step * numbers.longest_sequence
   step = estimate.step(costs, tokens, setup.mesh.size)
@@ -125,8 +126,9 @@ def start(asked: chips.Target, arguments: list[str]) -> int:
       f' {asked}: this plans on {asked.count} simulated CPU devices.\n'
       'Parameters, optimiser, cache and operations are right. Left open:'
       ' temporaries (the CPU computes bfloat16 in float32, and has no attention'
-      ' kernels), which collectives the real compiler joins or hides, and so'
-      ' whether it fits by a small margin, and the times.\n',
+      ' kernels), which collectives the real compiler joins or hides, nodes'
+      ' (here all devices are one), and so whether it fits by a small margin,'
+      ' and the times.\n',
       flush=True,
     )
   environment = os.environ | chips.environment(target) | {_CHILD: str(target)}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax.planner import fit
+from rlhf_jax.planner import compilation
 from rlhf_jax.planner import programs as programs_lib
 from rlhf_jax.sharding import chips
 from rlhf_jax.sharding import hlo
@@ -77,7 +77,7 @@ class Cost:
     return max(parts, key=parts.get)
 
 
-def costs(done: fit.Compilation, chip: chips.Chip) -> list[Cost]:
+def costs(done: compilation.Compilation, chip: chips.Chip) -> list[Cost]:
   """The cost of every program; seconds are 0 where the chip has no rates."""
   found = []
   for program in done.plan.programs:

@@ -1,14 +1,10 @@
-"""What every phase of a stage needs on a device, from its compiled programs.
+"""Whether a stage fits, and the micro-batch that does, before the first step.
 
-  peak of a phase = what lives all stage + what lives in the phase
-                    + the largest of its programs' temporaries, batches and
-                      new results
-
-`ahead` runs before the first step: it compiles every program, refuses what
-does not fit, and picks the micro-batch where that is 'auto'.
+`ahead` compiles every program, refuses what does not fit, and picks the
+micro-batch where that is 'auto'.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import time
@@ -16,7 +12,7 @@ import time
 import jax
 from ml_collections import ConfigDict
 
-from rlhf_jax import types
+from rlhf_jax.planner import compilation
 from rlhf_jax.planner import programs as programs_lib
 from rlhf_jax.sharding import mesh as mesh_lib
 from rlhf_jax.sharding import multihost
@@ -25,112 +21,6 @@ from rlhf_jax.trainers import roles as roles_lib
 from rlhf_jax.trainers import run as run_lib
 from rlhf_jax.trainers import setup as setup_lib
 from rlhf_jax.trainers import workdir
-
-
-class DoesNotFit(workdir.Refused):
-  """A phase needs more memory than a device has."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-  """What one device holds in a phase, in bytes."""
-
-  name: str
-  held: dict[str, int]  # kind -> bytes, all phase long
-  passing: int  # batches, results and temporaries of its largest program
-  temporaries: int  # of that program
-  program: str  # its name
-
-  @property
-  def peak(self) -> int:
-    return sum(self.held.values()) + self.passing
-
-
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-  """Compiled programs by name, and what compiling each of them took."""
-
-  plan: programs_lib.Plan
-  compiled: dict[str, jax.stages.Compiled]
-  seconds: dict[str, float]
-  cpu_seconds: dict[str, float]  # of all threads of this process
-
-
-def compile_all(
-  plan: programs_lib.Plan,
-  done: Mapping[str, jax.stages.Compiled] | None = None,
-  note: Callable[[str], None] = lambda line: None,
-) -> Compilation:
-  """Compiles the programs of a plan, in order.
-
-  Args:
-    plan: see `programs.of_stage`.
-    done: programs that are compiled already.
-    note: is told of every program.
-
-  Raises:
-    DoesNotFit: the compiler says so.
-  """
-  compiled, seconds, cpu_seconds = dict(done or {}), {}, {}
-  for program in plan.programs:
-    if program.name in compiled:
-      continue
-    began, cpu_began = time.perf_counter(), time.process_time()
-    lowered = program.lower(compiled)
-    try:
-      compiled[program.name] = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-      # A TPU's compiler knows what the device has.
-      if 'RESOURCE_EXHAUSTED' not in str(error):
-        raise
-      raise DoesNotFit(
-        f'{program.name} does not fit a device by itself: {error}'
-      ) from error
-    seconds[program.name] = time.perf_counter() - began
-    cpu_seconds[program.name] = time.process_time() - cpu_began
-    note(f'{program.name} compiled in {seconds[program.name]:.1f} s')
-  return Compilation(plan, compiled, seconds, cpu_seconds)
-
-
-def phases(done: Compilation) -> list[Phase]:
-  """The memory of every phase, in the order of a step."""
-  plan, compiled = done.plan, done.compiled
-  resident = {kind: on_device(x) for kind, x in plan.resident.items()}
-  found = []
-  for name in programs_lib.PHASES:
-    own = [program for program in plan.programs if program.phase == name]
-    if not own:
-      continue
-    extra = plan.in_phase.get(name, lambda _: {})(compiled)
-    held = {} if name in plan.apart else resident
-    held = held | {kind: on_device(x) for kind, x in extra.items()}
-    worst = max(own, key=lambda program: _passing(program, compiled)[0])
-    passing, temporaries = _passing(worst, compiled)
-    found.append(Phase(name, held, passing, temporaries, worst.name))
-  return found
-
-
-def _passing(program, compiled) -> tuple[int, int]:
-  """Bytes that exist for one call of a program, and temporaries of these."""
-  stats = compiled[program.name].memory_analysis()
-  size = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-  size += on_device(program.passing(compiled))
-  if program.result_passes:
-    size += stats.output_size_in_bytes - stats.alias_size_in_bytes
-  return size, stats.temp_size_in_bytes
-
-
-def on_device(tree: types.PyTree) -> int:
-  """Bytes of abstract arrays on one device; what is on the host is not."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape) if x.sharding else x.shape)
-    * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-    if x.sharding is None or x.sharding.memory_kind not in _HOST
-  )
-
-
-_HOST = ('pinned_host', 'unpinned_host')
 
 
 def limit(config: ConfigDict, mesh: jax.sharding.Mesh) -> int | None:
@@ -171,12 +61,14 @@ def ahead(
   most = min((x for x in limits if x is not None), default=None)
   if run.restored_in(setup.name) is not None:
     setup = with_microbatch(setup, run.host.tokens_per_microbatch)
-    done = compile_all(programs_lib.of_stage(setup, parts))
+    done = compilation.compile_all(programs_lib.of_stage(setup, parts))
   elif config.training.tokens_per_microbatch == arithmetic.AUTO:
     setup, done = largest_that_fits(setup, parts, most)
   else:
-    done = compile_all(programs_lib.of_stage(_heed(setup, run), parts))
-  found = phases(done)
+    done = compilation.compile_all(
+      programs_lib.of_stage(_heed(setup, run), parts)
+    )
+  found = compilation.phases(done)
   check(setup, found, most)
   seconds = time.perf_counter() - began
   for line in describe(found, most):
@@ -222,7 +114,7 @@ def largest_that_fits(
   parts: roles_lib.Parts,
   most: int | None,
   note: Callable[[str], None] = lambda line: None,
-) -> tuple[setup_lib.Setup, Compilation]:
+) -> tuple[setup_lib.Setup, compilation.Compilation]:
   """The largest micro-batch of 1, 2, 4, .. rows per data group that fits.
 
   Memory grows with the rows nearly in proportion: two compilations tell where
@@ -246,15 +138,17 @@ def largest_that_fits(
       ' memory_limit_bytes, or a number of tokens'
     )
   row = setup.config.training.tokens_per_row
-  tried: dict[int, tuple[setup_lib.Setup, Compilation, int]] = {}
+  tried: dict[int, tuple[setup_lib.Setup, compilation.Compilation, int]] = {}
   fixed: dict[str, jax.stages.Compiled] = {}
 
   def peak(rows):
     if rows not in tried:
       one = with_microbatch(setup, rows * row)
       try:
-        done = compile_all(programs_lib.of_stage(one, parts), fixed, note)
-      except DoesNotFit:
+        done = compilation.compile_all(
+          programs_lib.of_stage(one, parts), fixed, note
+        )
+      except compilation.DoesNotFit:
         if rows == 1:
           raise
         return math.inf
@@ -263,11 +157,11 @@ def largest_that_fits(
         for program in done.plan.programs
         if not program.by_rows
       )
-      tried[rows] = one, done, max(x.peak for x in phases(done))
+      tried[rows] = one, done, max(x.peak for x in compilation.phases(done))
     return tried[rows][2]
 
   smallest = peak(1)
-  check(tried[1][0], phases(tried[1][1]), most)
+  check(tried[1][0], compilation.phases(tried[1][1]), most)
   # More rows than a mini-batch can have would only be padding.
   enough = programs_lib.microbatches(tried[1][0])
   rows = 1
@@ -284,12 +178,13 @@ def largest_that_fits(
 
 
 def check(
-  setup: setup_lib.Setup, found: Sequence[Phase], most: int | None
+  setup: setup_lib.Setup, found: Sequence[compilation.Phase], most: int | None
 ) -> None:
   """Refuses a stage of which a phase does not fit."""
   worst = max(found, key=lambda phase: phase.peak)
   if most is None or worst.peak <= most:
     return
+  text = compilation.text
   kinds = ', '.join(
     f'{kind} {text(size)}' for kind, size in worst.held.items() if size
   )
@@ -301,13 +196,13 @@ def check(
     '  What would help, cheapest first:',
   ]
   lines += [f'  - {text}' for text in remedies(setup, worst)[:3]]
-  raise DoesNotFit('\n'.join(lines))
+  raise compilation.DoesNotFit('\n'.join(lines))
 
 
-def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
+def remedies(setup: setup_lib.Setup, worst: compilation.Phase) -> list[str]:
   """Changes of the config that make a phase smaller, cheapest first."""
+  text = compilation.text
   config, shape = setup.config, setup.mesh.shape
-  known = workdir.flatten(config)
   groups = mesh_lib.data_groups(setup.mesh)
   tokens = setup.numbers.tokens_per_microbatch // groups
   row = config.training.tokens_per_row
@@ -315,8 +210,9 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
   of = lambda *names: sum(
     size for kind, size in held.items() if any(name in kind for name in names)
   )
-  update = worst.name.startswith('update_')
+  update, rollout = worst.name.startswith('update_'), worst.name == 'gen'
   slots = config.rollout.slots // 2
+  moments = config.actor.optimizer.moments_dtype
   choices = [
     # applies, bytes that it saves about, what to set, what it costs
     (
@@ -326,19 +222,19 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
       'smaller products',
     ),
     (
-      worst.name == 'gen' and slots >= groups,
+      rollout and slots >= groups,
       of('cache') / 2,
       f'rollout.slots={slots}',
       'more rounds of decoding',
     ),
     (
-      not update and known.get('offload.optimizer') is False,
+      not update and not config.offload.optimizer,
       of('optimizer'),
       'offload.optimizer=True',
       'copies before and after the updates',
     ),
     (
-      worst.name != 'ref' and known.get('offload.reference') is False,
+      worst.name != 'ref' and not config.offload.reference,
       of('reference'),
       'offload.reference=True',
       'one copy a step',
@@ -350,19 +246,19 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
       'gathers reach over more devices',
     ),
     (
-      update and config.model.remat in (False, 'none'),
+      update and setup.remat == 'none',
       worst.temporaries / 2,
-      'model.remat=' + ('True' if config.model.remat is False else "'block'"),
+      'model.remat=block',
       'one more forward pass in the updates',
     ),
     (
-      known.get('optimizer.moments_dtype') == 'float32',
+      moments == 'float32',
       of('optimizer') / 2,
-      'optimizer.moments_dtype=bfloat16',
+      'actor.optimizer.moments_dtype=bfloat16, and of the critic',
       'rounded moments',
     ),
     (
-      worst.name == 'gen' and shape['tensor'] < setup.model.num_kv_heads,
+      rollout and shape['tensor'] < setup.model.num_kv_heads,
       of('rollout weights') / 2,
       f'mesh.tensor={shape["tensor"] * 2}',
       'reductions in every layer',
@@ -391,8 +287,9 @@ def remedies(setup: setup_lib.Setup, worst: Phase) -> list[str]:
 _BY_ROWS = ('accumulate', 'reference', 'log-probs', 'values')
 
 
-def describe(found: Sequence[Phase], most: int | None) -> list[str]:
+def describe(found: Sequence[compilation.Phase], most: int | None) -> list[str]:
   """One line per phase."""
+  text = compilation.text
   has = 'no limit' if most is None else f'of {text(most)}'
   return [
     f'  memory {phase.name:<13} {text(phase.peak):>10} per device {has}:'
@@ -400,11 +297,3 @@ def describe(found: Sequence[Phase], most: int | None) -> list[str]:
     f' {text(phase.passing)} for {phase.program}'
     for phase in found
   ]
-
-
-def text(size: float) -> str:
-  """Bytes for a person."""
-  for unit, name in ((2**30, 'GiB'), (2**20, 'MiB')):
-    if size >= unit:
-      return f'{size / unit:.2f} {name}'
-  return f'{size / 2**10:.1f} KiB'

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rlhf_jax.planner import compilation
 from rlhf_jax.planner import estimate
 from rlhf_jax.planner import fit
 from rlhf_jax.sharding import chips
@@ -21,7 +22,7 @@ _KINDS = (
 def lines(
   setup: setup_lib.Setup,
   target: chips.Target,
-  found: Sequence[fit.Phase],
+  found: Sequence[compilation.Phase],
   costs: Sequence[estimate.Cost],
   step: estimate.Step,
   most: int | None,
@@ -142,14 +143,14 @@ def verdict(setup, found, costs, step, most) -> list[str]:
     out = [f'Verdict: no limit to compare with; {worst.name} needs the most']
   elif worst.peak > most:
     out = [
-      f'Verdict: DOES NOT FIT: {worst.name} needs {fit.text(worst.peak)} of'
-      f' {fit.text(most)}'
+      f'Verdict: DOES NOT FIT: {worst.name} needs'
+      f' {compilation.text(worst.peak)} of {compilation.text(most)}'
     ]
     out += [f'  - {text}' for text in fit.remedies(setup, worst)[:3]]
   else:
     out = [
       f'Verdict: fits; {worst.name} needs the most,'
-      f' {fit.text(worst.peak)} of {fit.text(most)}'
+      f' {compilation.text(worst.peak)} of {compilation.text(most)}'
       f' ({worst.peak / most:.0%})'
     ]
   return out + [

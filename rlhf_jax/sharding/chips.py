@@ -92,8 +92,12 @@ def environment(target: Target) -> dict[str, str]:
   if target.chip.platform == 'cuda':
     return common | {
       'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',  # there is no driver to check
-      # Autotuning runs candidates on the device.
-      'XLA_FLAGS': '--xla_gpu_autotune_level=0',
+      # Autotuning runs candidates on the device.  Without it XLA would take
+      # Triton for every product (a device mostly prefers cuBLAS), and that of
+      # jax 0.10.2 aborts over some: one row of Qwen2-7B per device.
+      'XLA_FLAGS': (
+        '--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false'
+      ),
     }
   if target.chip.platform == 'tpu':
     return common | {

@@ -13,6 +13,7 @@ import pytest
 from configs import ppo_scaling
 from launch import train
 from rlhf_jax.models import spec
+from rlhf_jax.planner import compilation
 from rlhf_jax.planner import fit
 from rlhf_jax.planner import programs as programs_lib
 from rlhf_jax.trainers import ppo
@@ -41,12 +42,12 @@ def supervised():
   """A supervised stage on eight devices, compiled."""
   setup = _setup(_SFT, **{'mesh.devices': 8})
   parts = sft.parts(setup)
-  return setup, fit.compile_all(programs_lib.of_stage(setup, parts))
+  return setup, compilation.compile_all(programs_lib.of_stage(setup, parts))
 
 
 def test_what_stays_is_what_the_weight_table_says(supervised):
   setup, done = supervised
-  (phase,) = fit.phases(done)
+  (phase,) = compilation.phases(done)
   table = state_lib.specs_of(setup.model, 'actor')
   # What has a width of 32 is split over fsdp=8; only norms' scalars are not.
   parameters = spec.count(table) * 4 // 8
@@ -74,7 +75,7 @@ def test_the_largest_microbatch_that_fits(monkeypatch):
       'training.sequences_per_minibatch': 16,
     },
   )
-  parts, known, original = sft.parts(setup), {}, fit.compile_all
+  parts, known, original = sft.parts(setup), {}, compilation.compile_all
 
   def compile_once(plan, done=None, note=None):
     rows = plan.programs[1].calls  # micro-batches of a mini-batch
@@ -82,23 +83,25 @@ def test_the_largest_microbatch_that_fits(monkeypatch):
       known[rows] = original(plan, done)
     return known[rows]
 
-  monkeypatch.setattr(fit, 'compile_all', compile_once)
+  monkeypatch.setattr(compilation, 'compile_all', compile_once)
 
   def peak(rows):
     one = fit.with_microbatch(setup, rows * 64)
-    done = fit.compile_all(programs_lib.of_stage(one, parts))
-    return max(phase.peak for phase in fit.phases(done))
+    done = compilation.compile_all(programs_lib.of_stage(one, parts))
+    return max(phase.peak for phase in compilation.phases(done))
 
   most = (peak(4) + peak(8)) // 2
   chosen, done = fit.largest_that_fits(setup, parts, most)
   assert chosen.numbers.rows_per_microbatch == 4
   assert chosen.numbers.tokens_per_microbatch == 4 * 64
-  assert max(x.peak for x in fit.phases(done)) == peak(4) <= most < peak(8)
+  assert (
+    max(x.peak for x in compilation.phases(done)) == peak(4) <= most < peak(8)
+  )
   # With room for anything it stops at what a mini-batch holds: 16 sequences of
   # at most 40 tokens, each in a row of 64.
   chosen, _ = fit.largest_that_fits(setup, parts, 10**12)
   assert chosen.numbers.rows_per_microbatch == 16
-  with pytest.raises(fit.DoesNotFit, match='does not fit'):
+  with pytest.raises(compilation.DoesNotFit, match='does not fit'):
     fit.largest_that_fits(setup, parts, peak(1) // 100)
   with pytest.raises(ValueError, match='set memory_limit_bytes, or a number'):
     fit.largest_that_fits(setup, parts, None)
@@ -111,13 +114,13 @@ def test_refuses_with_numbers_and_three_remedies():
     'actor optimizer': 4 * 2**30,
     'reference': 2**30,
   }
-  small = fit.Phase('gen', held, 0, 0, 'advance')
-  worst = fit.Phase(
+  small = compilation.Phase('gen', held, 0, 0, 'advance')
+  worst = compilation.Phase(
     'update_actor', held, 3 * 2**30, 2 * 2**30, 'actor/accumulate'
   )
   fit.check(setup, [small, worst], 10 * 2**30)  # just fits
   fit.check(setup, [small, worst], None)  # no limit
-  with pytest.raises(fit.DoesNotFit) as error:
+  with pytest.raises(compilation.DoesNotFit) as error:
     fit.check(setup, [small, worst], 10 * 2**30 - 1)
   text = str(error.value)
   for part in (
@@ -130,7 +133,7 @@ def test_refuses_with_numbers_and_three_remedies():
   ):
     assert part in text, text
   assert text.count('\n  - ') == 3
-  cache = fit.Phase('gen', held | {'cache': 8 * 2**30}, 0, 0, 'advance')
+  cache = compilation.Phase('gen', held | {'cache': 8 * 2**30}, 0, 0, 'advance')
   assert fit.remedies(setup, cache)[0].startswith(
     'rollout.slots=8: about 4.00 GiB less'
   )
@@ -218,10 +221,57 @@ def test_a_resumed_stage_keeps_its_microbatch(monkeypatch):
     console=py_types.SimpleNamespace(note=print),
     writer=py_types.SimpleNamespace(event=lambda *_, **__: None),
   )
-  done = fit.Compilation(programs_lib.Plan([], {}, {}), {}, {}, {})
-  phase = fit.Phase('gen', {}, 900, 0, 'advance')
-  monkeypatch.setattr(fit, 'compile_all', lambda plan: done)
-  monkeypatch.setattr(fit, 'phases', lambda done: [phase])
+  done = compilation.Compilation(programs_lib.Plan([], {}, {}), {}, {}, {})
+  phase = compilation.Phase('gen', {}, 900, 0, 'advance')
+  monkeypatch.setattr(compilation, 'compile_all', lambda plan: done)
+  monkeypatch.setattr(compilation, 'phases', lambda done: [phase])
   resumed = fit.ahead(setup, run, ppo.parts(setup))
   assert resumed.numbers.tokens_per_microbatch == 128
   assert resumed.numbers.rows_per_microbatch == 2
+
+
+@pytest.mark.parametrize(
+  'peaks, most, rows',
+  [
+    # Two compilations say 2, for memory grows more slowly from there.
+    ({1: 10, 2: 20, 4: 24, 8: 30, 16: 50}, 35, 8),
+    # They say 8, for it grows faster.
+    ({1: 10, 2: 11, 4: 30, 8: 70, 16: 150}, 20, 2),
+    # A compiler that refuses.
+    ({1: 10, 2: 11, 4: 12, 8: None, 16: None}, 14, 4),
+    ({1: 10, 2: 25, 4: 50, 8: 99, 16: 99}, 20, 1),
+  ],
+)
+def test_the_search_where_memory_does_not_grow_in_proportion(
+  peaks, most, rows, monkeypatch
+):
+  setup = _setup(
+    _SFT,
+    **{
+      'training.tokens_per_microbatch': 'auto',
+      'training.sequences_per_minibatch': 16,
+    },
+  )
+  plan = programs_lib.Plan([], {}, {})
+  monkeypatch.setattr(
+    programs_lib, 'of_stage', lambda one, parts: one.numbers.rows_per_microbatch
+  )
+
+  def compile_all(asked, done=None, note=None):
+    if peaks[asked] is None:
+      raise compilation.DoesNotFit('too large')
+    return compilation.Compilation(plan, {'rows': asked}, {}, {})
+
+  monkeypatch.setattr(compilation, 'compile_all', compile_all)
+  monkeypatch.setattr(
+    compilation,
+    'phases',
+    lambda done: [
+      compilation.Phase(
+        'update_actor', {}, peaks[done.compiled['rows']], 0, 'x'
+      )
+    ],
+  )
+  chosen, done = fit.largest_that_fits(setup, None, most)
+  assert chosen.numbers.rows_per_microbatch == rows
+  assert done.compiled['rows'] == rows
