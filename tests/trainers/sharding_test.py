@@ -231,7 +231,8 @@ def test_what_crosses_devices(sizes, folder):
   live = _live(_key(sizes), folder)
   mesh, programs = live.setup.mesh, live.programs
   one = _live(_key(_ONE), folder)
-  (part,) = packed.slices(jax.device_get(one.batches[0]), _ROWS, mesh)
+  batch = jax.device_get(one.batches[0])
+  (part,) = packed.slices(batch, _ROWS, live.setup.islands)
   params = jax.device_put(one.start, rules.params(mesh, live.learner.specs))
   args = params, programs['zeros'](params), part, _COEFS
   text = programs['accumulate'].lower(*args).compile().as_text()
@@ -251,11 +252,15 @@ def test_what_crosses_devices(sizes, folder):
   }
   gathered = [shape for kind, shape in found if kind == 'all-gather']
   assert gathered and all(math.prod(x) in weights for x in gathered), gathered
+  # The width of what was looked up is brought together over fsdp.
+  part_of_width = live.setup.model.d_model // mesh.shape['fsdp']
   turned = [shape for kind, shape in found if kind == 'all-to-all']
-  assert bool(turned) == (mesh.shape['context'] > 1)
+  others = [shape for shape in turned if shape[-1] != part_of_width]
+  assert len(turned) > len(others)
+  assert bool(others) == (mesh.shape['context'] > 1)
   # Of the vocabulary only gradients of weights are summed.
   vocab = live.setup.model.vocab_size // mesh.shape['tensor']
-  width = {live.setup.model.d_model}
+  width = {live.setup.model.d_model, part_of_width}
   summed = [shape for kind, shape in found if kind == 'all-reduce']
   for shape in summed:
     assert vocab not in shape or width & set(shape), shape
