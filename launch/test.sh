@@ -5,6 +5,7 @@
 #
 #   launch/test.sh                            the whole suite
 #   launch/test.sh tests/algorithms -x        a part, to the first failure
+#   launch/test.sh -m slow                    what is left out by default
 #   RLHF_JAX_EXTRAS=test,parity launch/test.sh
 #     also installs torch and compares with it; without it those tests skip
 #
@@ -22,4 +23,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 environment_ready "${RLHF_JAX_EXTRAS:-test}"
 
-exec "${ENVIRONMENT_PYTHON}" -m pytest -q "$@"
+# Two workers; a file stays with one, since its tests share what is compiled.
+exec "${ENVIRONMENT_PYTHON}" -m pytest -q -n 2 --dist loadfile "$@"

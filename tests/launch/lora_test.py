@@ -331,6 +331,7 @@ def test_the_scale_stays_on_the_devices():
   assert type(coefs['entropy']) is np.float32
 
 
+@pytest.mark.slow
 def test_a_mesh_trains_the_same(model, tmp_path):
   stages = {}
   for name, sizes in (('one', {}), ('many', {'fsdp': 2, 'tensor': 2})):

@@ -26,10 +26,11 @@ def _config(**changes) -> ConfigDict:
     )
     config.data.validation = ConfigDict(dict(source='', args=ConfigDict()))
   values = {
-    'steps': 12,
-    'rollout.prompts_per_step': 16,
+    'steps': 10,
+    'mesh.devices': 4,
+    'rollout.prompts_per_step': 8,
     'rollout.samples_per_prompt': 8,
-    'training.sequences_per_minibatch': 64,
+    'training.sequences_per_minibatch': 32,
     'algorithm.advantages': 'grpo',
     'algorithm.kl_loss.coef': 0.0,
     'algorithm.importance.level': 'token',
@@ -51,17 +52,17 @@ def test_on_policy_and_a_step_ahead_reach_the_same_reward(tmp_path):
   for ahead in (0, 1):
     steps = _run(
       tmp_path / str(ahead),
-      **{'rollout.staleness': ahead, 'rollout.devices': 4 * ahead},
+      **{'rollout.staleness': ahead, 'rollout.devices': 2 * ahead},
     )
     scores[ahead] = [step['critic/score/mean'] for step in steps]
     # How old the samples are: the first step has nothing to wait for.
     old = [step['training/staleness'] for step in steps]
-    assert old == [0.0] + [float(ahead)] * 11
+    assert old == [0.0] + [float(ahead)] * 9
   # The same first rollout: its draws do not depend on the devices.
   assert scores[0][0] == scores[1][0]
   for curve in scores.values():
-    assert curve[0] < 0.45 and np.mean(curve[-2:]) > 0.85
-  assert abs(scores[0][-1] - scores[1][-1]) < 0.1
+    assert curve[0] < 0.45 and np.mean(curve[-2:]) > 0.75
+  assert abs(scores[0][-1] - scores[1][-1]) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -73,12 +74,12 @@ def test_on_policy_and_a_step_ahead_reach_the_same_reward(tmp_path):
     (
       {
         'rollout.staleness': 1,
-        'rollout.devices': 4,
+        'rollout.devices': 2,
         'algorithm.importance.level': 'off',
       },
       'trains on samples of an older policy',
     ),
-    ({'rollout.staleness': 1, 'rollout.devices': 8}, 'has 8 devices'),
+    ({'rollout.staleness': 1, 'rollout.devices': 4}, 'has 4 devices'),
   ],
 )
 def test_placements_that_cannot_work_are_refused(tmp_path, changes, message):

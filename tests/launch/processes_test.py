@@ -107,6 +107,7 @@ def _assert_same_way(one, other):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_data_group_agree(program_folder, tmp_path):
   """One device each, tensor=2: both hold all data, and each half of a layer."""
   command = [
