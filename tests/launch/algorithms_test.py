@@ -91,7 +91,16 @@ def _run(tmp_path, **changes) -> list[dict]:
   return lines
 
 
-@pytest.mark.parametrize('name', ESTIMATORS)
+def _some(names, quick):
+  """The cases that run by default; the others are slow: run by hand."""
+  assert set(quick) <= set(names)
+  slow = pytest.mark.slow
+  return [x if x in quick else pytest.param(x, marks=slow) for x in names]
+
+
+@pytest.mark.parametrize(
+  'name', _some(ESTIMATORS, ['gae', 'gdpo', 'optimal_token_baseline', 'remax'])
+)
 def test_estimators_with_the_ppo_loss(name, tmp_path):
   lines = _run(tmp_path, **{'algorithm.advantages': name})
   # Only with a critic is one trained.
@@ -100,7 +109,7 @@ def test_estimators_with_the_ppo_loss(name, tmp_path):
   )
 
 
-@pytest.mark.parametrize('name', LOSSES)
+@pytest.mark.parametrize('name', _some(LOSSES, ['clip_cov', 'gpg', 'gspo']))
 def test_losses_with_grpo(name, tmp_path):
   changes = {'algorithm.advantages': 'grpo', 'algorithm.policy_loss': name}
   if name in algorithm.NO_RATIO:
@@ -203,7 +212,9 @@ def test_other_parts_with_grpo(name, tmp_path):
     assert share == 0
 
 
-@pytest.mark.parametrize('mode', sorted(aggregation.MODES))
+@pytest.mark.parametrize(
+  'mode', _some(sorted(aggregation.MODES), ['seq-mean-token-sum-norm'])
+)
 def test_aggregation_modes(mode, tmp_path):
   _run(tmp_path, **GRPO, **{'algorithm.aggregation': mode})
 

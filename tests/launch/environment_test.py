@@ -77,6 +77,7 @@ class Repository:
     return done.returncode, done.stderr, calls
 
 
+_TESTS = '-m pytest -q -n 2 --dist loadfile'
 _VENV = '-m venv --clear ROOT/.venv'
 _PIP = '-m pip install --disable-pip-version-check --quiet --editable '
 
@@ -85,8 +86,8 @@ def test_test_installs_once_and_then_reuses(repository):
   repository.add_python('python3', '3.12.1')
   status, _, calls = repository.run('test.sh', '-k', 'a b')
   assert status == 0
-  assert calls == [_VENV, f'{_PIP}ROOT[test]', '-m pytest -q -k a b']
-  assert repository.run('test.sh')[2] == ['-m pytest -q']
+  assert calls == [_VENV, f'{_PIP}ROOT[test]', f'{_TESTS} -k a b']
+  assert repository.run('test.sh')[2] == [_TESTS]
 
 
 def test_quickstart_trains_the_embedded_default(repository, tmp_path):
@@ -107,7 +108,7 @@ def test_extras_are_added_and_stay(repository):
   repository.add_python('python3', '3.12')
   repository.run('quickstart.sh')
   _, _, calls = repository.run('test.sh', RLHF_JAX_EXTRAS='test,parity')
-  assert calls == [f'{_PIP}ROOT[test,parity]', '-m pytest -q']
+  assert calls == [f'{_PIP}ROOT[test,parity]', _TESTS]
   assert len(repository.run('test.sh')[2]) == 1
   assert len(repository.run('quickstart.sh')[2]) == 1
 
@@ -124,7 +125,7 @@ def test_an_installation_that_failed_is_done_again(repository):
   status, stderr, calls = repository.run('test.sh', PIP_FAILS='1')
   assert status == 1 and 'pip failed' in stderr
   assert calls[-1].startswith('-m pip')  # The tests were not started.
-  again = [f'{_PIP}ROOT[test]', '-m pytest -q']
+  again = [f'{_PIP}ROOT[test]', _TESTS]
   assert repository.run('test.sh')[2] == again
   # An upgrade that failed leaves who knows what: going back installs, too.
   path = repository.root / 'requirements.txt'

@@ -47,6 +47,7 @@ def _run(workdir, **changes):
   return writers.read(workdir / writers.METRICS)
 
 
+@pytest.mark.slow
 def test_on_policy_and_a_step_ahead_reach_the_same_reward(tmp_path):
   scores = {}
   for ahead in (0, 1):

@@ -47,6 +47,8 @@ SELECT = {
 }
 CASES = [*policy_losses.LOSSES, 'ppo with the exact KL', 'ppo with importance']
 
+_ON_MESHES = ('ppo', 'gspo', 'clip_cov', 'ppo with the exact KL')
+
 
 def _rollout(width=_WIDTH) -> types.Rollout:
   rng = np.random.default_rng(0)
@@ -255,7 +257,14 @@ def test_gradient_does_not_depend_on_the_cut(case):
         _same(_gradient(case, _batch(case, mode, **layout), 2), expected)
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize(
+  'case',
+  [
+    # The others are sums over tokens as these are: run by hand.
+    x if x in _ON_MESHES else pytest.param(x, marks=pytest.mark.slow)
+    for x in CASES
+  ],
+)
 def test_eight_devices_are_one(case):
   with jax.enable_x64(True):
     batch = _batch(case, 'token-mean', alone=True)  # a row for every device
