@@ -7,18 +7,7 @@ import jax
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models import decoder
 from rlhf_jax.models import spec
-
-# Dense bfloat16 peak of one device in FLOP/s, by a part of its `device_kind`;
-# the makers' data sheets.  CPUs have no number worth comparing with.
-PEAKS = {
-  'H200': 989e12,
-  'H100': 989e12,
-  'A100': 312e12,
-  'TPU v6 lite': 918e12,
-  'TPU v5p': 459e12,
-  'TPU v5 lite': 197e12,
-  'TPU v4': 275e12,
-}
+from rlhf_jax.sharding import chips
 
 
 def forward(
@@ -55,7 +44,5 @@ def of_sequences(config: model_config.ModelConfig, lengths: Any) -> Any:
 
 def peak(device: jax.Device) -> float | None:
   """Peak FLOP/s of a device in bfloat16, None where it is not known."""
-  for name, value in PEAKS.items():
-    if name in device.device_kind:
-      return value
-  return None
+  chip = chips.of_device(device)
+  return None if chip is None else chip.flops

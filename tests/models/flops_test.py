@@ -24,5 +24,7 @@ def test_peak_is_known_by_the_name_of_the_device():
     device_kind = 'NVIDIA H100 80GB HBM3'
 
   assert flops.peak(Device()) == 989e12
+  Device.device_kind = 'TPU v5 lite'  # and not the v5p, whose name is in it
+  assert flops.peak(Device()) == 197e12
   Device.device_kind = 'cpu'
   assert flops.peak(Device()) is None

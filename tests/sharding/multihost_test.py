@@ -3,6 +3,7 @@
 Several real processes run in `tests/launch/processes_test.py`.
 """
 
+import dataclasses
 import types as python_types
 
 import jax
@@ -117,6 +118,17 @@ def test_rows_come_back():
   back = multihost.own_rows(here, placed)
   for name, x in tree.items():
     np.testing.assert_array_equal(back[name], x)
+
+
+def test_each_island_takes_its_own_rows_out():
+  """Both halves of an array that is split over rows, and over places too."""
+  one = multihost.islands(mesh_lib.make(2, 2, context=2))
+  whole = np.arange(64.0).reshape(8, 8)
+  placed = multihost.rows(one, {'x': whole})
+  for index in (0, 1):
+    here = dataclasses.replace(one, count=2, index=index)
+    own = multihost.own_rows(here, placed)['x']
+    np.testing.assert_array_equal(own, whole[4 * index : 4 * index + 4])
 
 
 def test_weights_move_to_devices_of_their_own():
